@@ -23,7 +23,7 @@ DESCRIPTION = """\
 Run the same conversation on the bundled model under each of four policies: its first turn states a
 fact, the fact is evicted, and its last turn asks for it. The patched llama-server is built first if
 it is missing, which takes minutes.
-Exit codes: 0 passed, 1 failed, 2 could not run."""
+Exit codes: 0 passed, 1 failed or not all policies were run, 2 could not run."""
 
 EXAMPLES = """examples:
   evoke-proxy demo
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; returns 0 when it passed, 1 when it failed, 2 when it could not run."""
+    """Run the demo; returns the exit code, see DESCRIPTION."""
     terminal = Terminal(sys.stdout)
     try:
         with _terminable():

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.blocks import Span, common, count, merged
 from evoke_proxy.demo.client import ArmRun, Turn
+from evoke_proxy.demo.report import no_verdict
 from evoke_proxy.demo.runner import BUDGET, RunObserver
 from evoke_proxy.demo.session import Script
 
@@ -149,6 +150,8 @@ class Terminal(RunObserver):
             self.line(f"  {sentence}")
         for failure in report["failures"]:
             self.line(self._paint(_RED, f"FAILED  {failure}"))
+        if report["not_run"]:
+            self.line(f"\n{no_verdict(report)}")
         if report["passed"]:
             tokens, budget = report["logical_tokens"], report["budget"]
             summary = (

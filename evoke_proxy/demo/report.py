@@ -12,7 +12,7 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Span, common, merged, without
 from evoke_proxy.demo.client import ArmRun, Turn
-from evoke_proxy.demo.runner import BUDGET, logical_tokens
+from evoke_proxy.demo.runner import BUDGET, logical_tokens, not_run
 from evoke_proxy.demo.session import Script
 
 # A report as `build` returns it, or as it is read back from report.json.
@@ -72,7 +72,8 @@ def build(script: Script, runs: Mapping[str, ArmRun], failures: Sequence[str]) -
         "seed": script.seed,
         "budget": BUDGET,
         "logical_tokens": logical_tokens(runs),
-        "passed": not failures,
+        "passed": not failures and not not_run(runs),
+        "not_run": not_run(runs),
         "failures": list(failures),
         "arms": {name: arm_record(run) for name, run in runs.items()},
     }
@@ -152,6 +153,11 @@ def _text_class(cell: str) -> str:
     return "" if cell[:1].isdigit() or cell == "-" else ' class="text"'
 
 
+def no_verdict(report: Report) -> str:
+    """Say that there is no verdict, because arms were not run."""
+    return f"Not run, so there is no verdict: {', '.join(report['not_run'])}."
+
+
 def _verdict(report: Report) -> str:
     description = (
         "The first turn states a fact, other turns follow, and the last turn asks for the fact:"
@@ -161,6 +167,8 @@ def _verdict(report: Report) -> str:
         verdict = (
             '<p class="good">PASSED: the fact was recalled, and the budget was never exceeded.</p>'
         )
+    elif not report["failures"]:
+        verdict = f"<p>{no_verdict(report)}</p>"
     else:
         reasons = "".join(f"<li>{escape(reason)}</li>" for reason in report["failures"])
         verdict = f'<p class="bad">FAILED</p><ul class="bad">{reasons}</ul>'

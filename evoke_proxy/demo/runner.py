@@ -127,8 +127,11 @@ def model_failure(run: ArmRun) -> str | None:
 
 
 def failures(runs: Mapping[str, ArmRun], budget: int) -> list[str]:
-    """Return each condition that does not hold, as a sentence; empty when the demo passed."""
-    failed = [f"{arm}: was not run" for arm in MUST_RECALL if arm not in runs]
+    """Return each condition that does not hold, as a sentence.
+
+    The demo passed when there is none and every arm was run.
+    """
+    failed: list[str] = []
     for arm, run in runs.items():
         failed.extend(_recall_failures(run, MUST_RECALL[arm]))
     if "evoke" in runs:
@@ -137,9 +140,14 @@ def failures(runs: Mapping[str, ArmRun], budget: int) -> list[str]:
                 f"evoke: turn {turn.number}: {reason}" for reason in _turn_failures(turn, budget)
             )
     logical = logical_tokens(runs)
-    if logical < MIN_BUDGETS * budget:
+    if 0 < logical < MIN_BUDGETS * budget:
         failed.append(f"the session has {logical} tokens, less than {MIN_BUDGETS} budgets")
     return failed
+
+
+def not_run(runs: Mapping[str, ArmRun]) -> list[str]:
+    """Return the arms that the demo has and that were not run; without them is no verdict."""
+    return [arm for arm in MUST_RECALL if arm not in runs]
 
 
 def logical_tokens(runs: Mapping[str, ArmRun]) -> int:

@@ -37,6 +37,17 @@ def test_without_a_terminal_the_conversation_is_plain_lines(model: Model) -> Non
     assert "FAILED  evoke: turn 3: peak" in lines and "PASSED" not in text
 
 
+def test_arms_that_were_not_run_are_no_failure(model: Model) -> None:
+    out = io.StringIO()
+    terminal = console.Terminal(out)
+    script, runs = run_session(5, ("evoke", "no_eviction"), fake_stack, terminal)
+    result = report.build(script, runs, [])
+    terminal.verdict(result)
+    assert not result["passed"]
+    assert "Not run, so there is no verdict: discard, truncate." in out.getvalue()
+    assert "FAILED" not in out.getvalue() and "PASSED" not in out.getvalue()
+
+
 def test_the_conversation_says_when_the_fact_leaves_and_returns(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ def demo_report(*turns: dict[str, Any], **changed: Any) -> dict[str, Any]:
     arm = {"recalled": True, "answer": "It is <b>7</b>.", "expected": "7", "peak_resident": 512}
     arm |= {"evictions": 3, "recoveries": 2, "wall_s": 1.25, "turns": list(turns)}
     base = {"seed": 5, "budget": 512, "logical_tokens": 2300, "passed": True, "failures": []}
-    return {**base, "arms": {"evoke": arm}, **changed}
+    return {**base, "not_run": [], "arms": {"evoke": arm}, **changed}
 
 
 SESSION = (
@@ -113,6 +113,8 @@ def test_the_page_has_the_verdict_and_the_token_accounting() -> None:
     assert "<td>300</td><td>95</td>" in text
     failed = page(demo_report(*SESSION, passed=False, failures=["evoke: peak <600>"]))
     assert "PASSED" not in failed and "<li>evoke: peak &lt;600&gt;</li>" in failed
+    partial = page(demo_report(*SESSION, passed=False, not_run=["discard"]))
+    assert "FAILED" not in partial and "Not run, so there is no verdict: discard." in partial
 
 
 def test_missing_counts_are_dashes_and_missing_ranges_are_explained() -> None:
