@@ -20,6 +20,7 @@ from evoke_proxy.config import AUTO, Config
 from evoke_proxy.config.schema import is_loopback
 from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status
+from evoke_proxy.core.servers.server_info import trained_context
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import EvokeError, UpstreamRejected
 
@@ -166,7 +167,8 @@ def changes(found: Eviction, config: Config) -> list[str]:
         (bool(found.budget.problem), found.budget.warning),
         (not found.can_exceed_cells and found.budget.tokens is None
          and found.logical_context > found.n_ctx, f"a chat longer than {found.n_ctx} tokens is"
-         f" refused: start llama-server with --ctx-logical {found.logical_context}"),
+         f" refused: start llama-server with --ctx-logical {found.logical_context} (`evoke-proxy"
+         f" up --context {found.logical_context}`)"),
         (bool(store.disk_budget or store.disk_problem) and bool(store.disk_problem),
          f"the disk tier does not work ({store.disk_problem}): make its directory writable for the"
          " server's user, with mode 0700, and leave room there"),
@@ -212,8 +214,9 @@ def hints(found: Eviction) -> list[str]:
          " earlier answers, so an answer with thoughts is decoded again in the next turn:"
          " --reasoning-budget 0 switches thoughts off, --chat-template-file sets a template that"
          " keeps them"),
-        (found.uses_word_vectors, "the built-in word vectors rank blocks; an ONNX encoder finds"
-         " more: run evoke-proxy embedder fetch"),
+        (found.uses_word_vectors, "the built-in word vectors rank blocks; an ONNX encoder"
+         " (evoke-proxy embedder fetch) may find more in tight budgets or chats of short"
+         " statements: see docs/embedders.md"),
     )  # fmt: skip
     return [text for applies, text in rules if applies]
 
@@ -307,11 +310,9 @@ async def _is_patched(client: LlamaClient) -> bool:
 async def _trained_context(client: LlamaClient) -> int | None:
     """Return the context that the model was trained for; None when the server does not say."""
     try:
-        models = (await client.call("GET", "/v1/models")).get("data") or ()
-        n_ctx = (models[0].get("meta") or {}).get("n_ctx_train") if models else None
+        return trained_context(await client.call("GET", "/v1/models"))
     except EvokeError:
         return None
-    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
 
 
 async def _thoughts(api: StockApi) -> str:

@@ -79,6 +79,16 @@ def test_a_stream_that_has_begun_ends_with_the_same_advice(patched_small_port: i
     assert "--ctx-logical" in json.loads(event)["error"]["message"]
 
 
+def test_at_the_trained_length_no_longer_context_is_advised() -> None:
+    with llama_server(server_binary(patched=True), "-np", "1", "--evoke-ram", "16") as port:
+        with proxy(port) as running:
+            turn = [{"role": "user", "content": LONG * 6}]
+            answer = post(running.port, "/v1/chat/completions", messages=turn)
+    message = json.loads(answer.body)["error"]["message"]
+    assert answer.status == 400 and "(8192 tokens)" in message
+    assert "--ctx-logical" not in message and "shorten the chat" in message
+
+
 def test_other_errors_and_those_of_a_stock_server_are_unchanged(
     patched_small_port: int,
 ) -> None:

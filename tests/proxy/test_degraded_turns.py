@@ -230,14 +230,22 @@ def test_a_changed_prompt_is_counted_whichever_plan_runs(n_refusals: int) -> Non
         ({"decoded": 3, "omitted": 1}, "evoke_plan_failures_total", {"reason": "books_differ"}),
     ],
 )
-def test_accounting_that_differs_from_the_plan_is_counted(
-    accounting: dict[str, object], metric: str, labels: dict[str, str]
+def test_accounting_that_differs_from_the_plan_is_counted_and_logged_in_words(
+    accounting: dict[str, object],
+    metric: str,
+    labels: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for changes, count in (({}, 0), (accounting, 1)):
         reply = response(_reply_with_accounting(**changes), b"application/json")
         with fake_upstream(_server(chat=reply), patched=True) as fake, proxy(fake.port) as running:
             assert ask(running.port, "POST", "/v1/chat/completions", BODY, JSON).status == 200
             assert running.metric(metric, **labels) == count
+    logged = [text for text in caplog.messages if "something else than planned" in text]
+    assert len(logged) == bool(labels)
+    for text in logged:
+        assert "TokenAccounting" not in text
+        assert "tokens" in text and "probably" in text and "evoke-proxy doctor" in text
 
 
 def test_a_session_whose_rows_cannot_be_saved_still_releases_its_slot() -> None:

@@ -18,7 +18,7 @@ from evoke_proxy.adapters.llama.transport import Body, HttpTransport, Reply, map
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import parse_in_pieces
-from evoke_proxy.core.servers.server_info import ServerInfo
+from evoke_proxy.core.servers.server_info import ServerInfo, trained_context
 from evoke_proxy.errors import (
     STATUS_LOADING,
     EvokeError,
@@ -106,6 +106,8 @@ class LlamaClient:
         self._transport = HttpTransport(config)
         self._owns_transport = True
         self._fails_while_loading = False
+        # By instance of the server: the context that its model was trained for.
+        self._trained: dict[str, int | None] = {}
         # Headers with the key of the caller; not sent if `upstream.api_key` is set.
         self._credentials: Mapping[str, str] = {}
 
@@ -202,9 +204,25 @@ class LlamaClient:
         props = await self.call("GET", "/props")
         info = ServerInfo.parse(props)
         if not self.model:
-            return info
+            return replace(info, n_ctx_train=await self._trained_context(info))
         without_features = {key: value for key, value in props.items() if key != "evoke"}
         return replace(ServerInfo.parse(without_features), instance=info.instance)
+
+    async def _trained_context(self, info: ServerInfo) -> int | None:
+        """Return what the model of a patched server was trained for; each instance is asked once.
+
+        None when it does not say; also of another server, where nothing depends on it.
+        """
+        if not info.answers_block_calls or info.n_ctx is None:
+            return None
+        if info.instance not in self._trained:
+            try:
+                found = trained_context(await self.call("GET", "/v1/models"))
+            except EvokeError:
+                return None
+            self._trained.clear()
+            self._trained[info.instance] = found
+        return self._trained[info.instance]
 
     async def is_loaded(self) -> bool:
         """Whether the router has loaded this model; otherwise its slots are empty."""

@@ -24,9 +24,13 @@ _USAGE_PATHS = (("usage",), ("response", "usage"))
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 # Agents recognise these words and shorten their history, so the message keeps them.
 _UPSTREAM_TEXT = "exceeds the available context size"
-_ADVICE = (
+_LONGER_CONTEXT = (
     ". A chat may be longer than the KV cache: start llama-server with --ctx-logical N, where N is"
     " at most what the model was trained for"
+)
+_SHORTER_CHAT = (
+    ". The model was trained for no longer context: shorten the chat, or begin a new one; only with"
+    " RoPE scaling (--rope-scaling of llama-server) can the context be longer"
 )
 
 
@@ -87,10 +91,11 @@ class UsageEditor:
         return DATA_FIELD + with_accounting(line.data[len(DATA_FIELD) :], self._extra)
 
 
-def with_context_advice(body: bytes) -> bytes:
+def with_context_advice(body: bytes, has_trained_length: bool = False) -> bytes:
     """Add advice to the message of an error reply about a prompt that exceeds the context.
 
-    The body of any other error, or one that is not JSON, is returned unchanged.
+    `has_trained_length` says that the context is all that the model was trained for. The body of
+    any other error, or one that is not JSON, is returned unchanged.
     """
     if _UPSTREAM_TEXT.encode() not in body:
         return body
@@ -100,7 +105,8 @@ def with_context_advice(body: bytes) -> bytes:
         message = error.get("message") if isinstance(error, dict) else None
         if not isinstance(message, str) or _UPSTREAM_TEXT not in message:
             return body
-        edited = json.dumps(message + _ADVICE).encode()
+        advice = _SHORTER_CHAT if has_trained_length else _LONGER_CONTEXT
+        edited = json.dumps(message + advice).encode()
         return edit_nested(body, ("error",), {"message": edited})
     except (ValueError, RecursionError, RequestError):
         return body

@@ -94,8 +94,7 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
             "exceeds_context",
             f"the budget of {budget} tokens has no effect: the context of a slot is"
             f" {server.n_ctx} tokens",
-            f"start llama-server with --ctx-logical {_CONTEXT_PER_BUDGET * budget}, or lower"
-            " policy.budget (--budget)",
+            _longer_context_or_less(budget, server),
         )
     length = f" of up to {server.n_ctx}" if server.n_ctx else ""
     return BudgetStatus(budget, text=f"sessions keep {budget} tokens{length}")
@@ -113,12 +112,7 @@ def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
     if not server.patched or n_ctx is None or n_cells is None or n_all is None:
         return BudgetStatus(None, text="nothing is evicted, because llama-server reports no cells")
     if not server.can_exceed_cells:
-        text = (
-            f"nothing is evicted, because the context of {n_ctx} tokens fits the cells; for longer"
-            f" conversations start llama-server with --ctx-logical {_CONTEXT_PER_BUDGET * n_all}"
-            " (at most what the model was trained for), for a smaller cache with fewer cells (-c)"
-        )
-        return BudgetStatus(None, text=text)
+        return BudgetStatus(None, text=_all_fits(n_ctx, n_all, server))
     tokens = n_cells - min(policy.reserve_tokens, n_cells // _MAX_RESERVE_DIVISOR)
     if tokens < policy.least_budget:
         return BudgetStatus(
@@ -132,6 +126,42 @@ def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
         f"sessions keep {tokens} tokens of up to {n_ctx} (auto: a slot has {n_cells} cells{share})"
     )
     return BudgetStatus(tokens, text=text)
+
+
+def _all_fits(n_ctx: int, n_cells: int, server: ServerInfo) -> str:
+    """Say why nothing is evicted, and which options of llama-server and of `up` change that."""
+    if server.has_trained_length:
+        return (
+            f"nothing is evicted, because the context of {n_ctx} tokens, all that the model was"
+            " trained for, fits the cells; for a smaller cache start llama-server with fewer cells"
+            f" (-c) and --ctx-logical {n_ctx} (evoke-proxy up: --cells)"
+        )
+    wanted = _context_for(n_cells, server)
+    limit = "" if server.n_ctx_train else ", at most what the model was trained for"
+    return (
+        f"nothing is evicted, because the context of {n_ctx} tokens fits the cells; for longer"
+        f" conversations start llama-server with --ctx-logical {wanted} (evoke-proxy up: --context"
+        f" {wanted}{limit}), for a smaller cache with fewer cells (-c; evoke-proxy up: --cells)"
+    )
+
+
+def _context_for(n_tokens: int, server: ServerInfo) -> int:
+    """The context to advise where `n_tokens` stay in the cache; llama-server refuses a longer one
+    than the model was trained for."""
+    wanted = _CONTEXT_PER_BUDGET * n_tokens
+    return min(wanted, server.n_ctx_train or wanted)
+
+
+def _longer_context_or_less(budget: int, server: ServerInfo) -> str:
+    """What to do about a budget that no prompt can exceed."""
+    wanted = _context_for(budget, server)
+    lower = f"set policy.budget (--budget) to less than {server.n_ctx}"
+    if wanted <= budget or server.has_trained_length:
+        return f"{lower}: no context can be longer than the {server.n_ctx_train} of its training"
+    return (
+        f"start llama-server with --ctx-logical {wanted} (evoke-proxy up: --context {wanted}), or"
+        f" {lower}"
+    )
 
 
 def _unpatched(budget: int, server: ServerInfo) -> BudgetStatus:

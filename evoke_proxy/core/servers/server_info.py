@@ -41,6 +41,7 @@ class ServerInfo:
         can_rotate: whether rows can be moved to other positions: their keys can be rotated.
         can_hold_media: whether prompts with images or sounds have blocks.
         n_ctx: maximum number of tokens of a slot's context, resident or not; None when unknown.
+        n_ctx_train: context that the model was trained for, in tokens; None when unknown.
         n_cells: cells that a slot may use, alone or shared with other slots; None when unknown.
         n_slot_cells: cells that a slot can fill while all others are full: fewer than `n_cells`
             where slots share their cells (unified KV); None when unknown.
@@ -65,6 +66,7 @@ class ServerInfo:
     can_rotate: bool = False
     can_hold_media: bool = False
     n_ctx: int | None = None
+    n_ctx_train: int | None = None
     n_cells: int | None = None
     n_slot_cells: int | None = None
     instance: str = ""
@@ -109,6 +111,11 @@ class ServerInfo:
         """Cells of a slot where a prompt can exceed them, so that no budget may; else None."""
         return self.n_cells if self.patched and self.can_exceed_cells else None
 
+    @property
+    def has_trained_length(self) -> bool:
+        """Whether the context of a slot is known to be all that the model was trained for."""
+        return self.n_ctx is not None and self.n_ctx >= (self.n_ctx_train or self.n_ctx + 1)
+
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:
         """Read the answer of `GET /props`; missing members get defaults."""
@@ -136,6 +143,15 @@ class ServerInfo:
             n_slot_cells=_slot_cells(props.get("evoke")),
             instance=_instance(props.get("evoke")),
         )
+
+
+def trained_context(models: Mapping[str, Any]) -> int | None:
+    """The context that the model of `GET /v1/models` was trained for; None when it does not say."""
+    listed = models.get("data")
+    first = listed[0] if isinstance(listed, list) and listed else None
+    meta = first.get("meta") if isinstance(first, dict) else None
+    n_ctx = meta.get("n_ctx_train") if isinstance(meta, dict) else None
+    return n_ctx if isinstance(n_ctx, int) and n_ctx > 0 else None
 
 
 # The value before the first answer, and after the server has become unreachable.

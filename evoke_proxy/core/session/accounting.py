@@ -70,6 +70,21 @@ class TokenAccounting:
         """The copies of what llama-server evicted itself: the label and the range of each."""
         return [(label, span) for span, label in self.auto_evicted if label is not None]
 
+    @property
+    def difference(self) -> str:
+        """What llama-server did instead of the plan, and the likely cause, for the log."""
+        if self.marker == "stale":
+            cause = "another program or an eviction changed the slot after it was planned"
+        elif self.auto_evicted:
+            cause = "its cells were full, so it evicted blocks itself"
+        else:
+            cause = "rows were missing in the slot, or others were there"
+        return (
+            f"llama-server did something else than planned: of {self.n_prompt} tokens"
+            f" {self.decoded} were decoded, {self.recovered} recovered, {self.resident_before} in"
+            f" the cache already and {self.omitted} left out; probably {cause}"
+        )
+
     def with_prefilled(self, n_tokens: int) -> TokenAccounting:
         """Count tokens that were decoded before the request was forwarded as decoded.
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import LATEST, copies_in, of_session, slot_in
 from evoke_proxy.adapters.llama.calls import ServerCalls
@@ -292,7 +293,8 @@ class BudgetedStrategy(CacheStrategy):
     @property
     def edit_error(self) -> Callable[[bytes], bytes]:
         """See CacheStrategy."""
-        return with_context_advice
+        has_trained_length = self._server.monitor.server.has_trained_length
+        return partial(with_context_advice, has_trained_length=has_trained_length)
 
     async def prefill(self, turn: PreparedTurn) -> tuple[int, int] | None:
         """See CacheStrategy."""
@@ -348,9 +350,11 @@ class BudgetedStrategy(CacheStrategy):
         if accounting.marker != "ok" or not as_planned:
             metrics.plan_failures.labels(reason="books_differ").inc()
             _log.warning(
-                "session %s: what llama-server did differs from the plan: %r",
+                "session %s: %s. The answer is complete, and the next turn reads the slot again. If"
+                " this repeats, have all clients use the proxy instead of llama-server itself, and"
+                " run `evoke-proxy doctor` for its cells",
                 conversation.id,
-                accounting,
+                accounting.difference,
             )
         if accounting.marker != "ok":
             conversation.budgeted.slot_unknown()

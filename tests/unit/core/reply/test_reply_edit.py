@@ -135,6 +135,14 @@ def test_advice_with_the_option_is_added_to_the_message(error: dict[str, object]
     assert edited.get("type") == error.get("type")
 
 
+def test_at_the_trained_length_a_shorter_chat_is_advised() -> None:
+    message = json.loads(with_context_advice(json.dumps(CHAT_ERROR).encode(), True))["error"][
+        "message"
+    ]
+    assert message.startswith(TOO_LONG) and "--ctx-logical" not in message
+    assert "shorten the chat" in message and "RoPE scaling" in message
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -130,6 +130,24 @@ def test_the_text_of_an_automatic_budget_names_the_options_that_change_it() -> N
     assert "its share of 8192" in budget_status(PolicySettings(), shared).text
 
 
+def test_no_context_is_advised_that_the_model_was_not_trained_for() -> None:
+    fits = replace(PATCHED, n_ctx=8192, n_ctx_train=20_000)
+    text = budget_status(PolicySettings(), fits).text
+    assert "--ctx-logical 20000" in text and "up: --context 20000" in text and "--cells" in text
+    assert "--ctx-logical 20000" in budget_status(policy(8192), fits).fix
+    whole = replace(fits, n_ctx_train=8192)
+    text = budget_status(PolicySettings(), whole).text
+    assert "all that the model was trained for" in text and "(evoke-proxy up: --cells)" in text
+    assert "32768" not in text and "--context" not in text
+    fix = budget_status(policy(8192), whole).fix
+    assert fix == (
+        "set policy.budget (--budget) to less than 8192: no context can be longer than the 8192 of"
+        " its training"
+    )
+    # A budget beyond what the model was trained for: no longer context helps.
+    assert "--ctx-logical" not in budget_status(policy(20_000), replace(fits, n_cells=30_000)).fix
+
+
 @pytest.mark.parametrize("budget", [None, 512])
 def test_a_configured_budget_is_the_policys_at_every_server(budget: int | None) -> None:
     settings = PolicySettings(budget=budget)
