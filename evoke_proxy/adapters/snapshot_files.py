@@ -12,9 +12,11 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -79,18 +81,44 @@ class SnapshotFiles:
 
         Raises ConfigError when that fails.
         """
-        try:
+        with self._usable():
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.chmod(0o700)
             (self.directory / _QUARANTINE).mkdir(mode=0o700, exist_ok=True)
-            probe = self.directory / f"probe{PART}"
-            probe.unlink(missing_ok=True)
-            with open_regular(probe, "wb") as file:
-                file.write(b"evoke")
-            probe.unlink()
+            self._write_test_file()
+
+    def check(self) -> None:
+        """Raise ConfigError where `prepare` would; creates nothing but the test file."""
+        with self._usable():
+            if self.directory.exists():
+                if not self.directory.is_dir():
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                self.directory.chmod(stat.S_IMODE(self.directory.stat().st_mode))  # only its owner
+                self._write_test_file()
+                return
+            parent = next(path for path in self.directory.absolute().parents if path.exists())
+            if not parent.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            if not os.access(parent, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def _write_test_file(self) -> None:
+        probe = self.directory / f"probe{PART}"
+        probe.unlink(missing_ok=True)
+        with open_regular(probe, "wb") as file:
+            file.write(b"evoke")
+        probe.unlink()
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Raise ConfigError for an OSError within the context."""
+        try:
+            yield
         except OSError as error:
-            message = f"snapshots.directory: {self.directory} cannot be used: {error.strerror}"
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"snapshots.directory: {self.directory} cannot be used: {error.strerror}; name a"
+                " directory that belongs to the user of the proxy"
+            ) from error
 
     def claim(self, shared: bool = False) -> bool:
         """Lock the directory against other proxies; returns whether the lock is exclusive.
@@ -251,7 +279,10 @@ class SnapshotFiles:
             source.chmod(0o600)
             self._check_size(source, n_bytes)
         except FileNotFoundError as error:
-            raise SnapshotUnusable("missing", f"llama-server did not write {part}") from error
+            text = f"llama-server did not write {part} to {self.directory}"
+            if not self.directory.is_dir():
+                text = f"{self.directory} does not exist, as seen from the proxy"
+            raise SnapshotUnusable("missing", text) from error
         except OSError as error:
             raise SnapshotUnusable("disk", f"{part}: {error.strerror}") from error
 

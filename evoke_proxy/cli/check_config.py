@@ -60,7 +60,7 @@ def _settings(config: Config) -> list[str]:
         f"policy    {config.policy.name}",
         f"budget    {_budget(config)}",
         f"embedder  {_embedder(config)}",
-        f"snapshots {config.snapshots.directory or 'none'}",
+        f"snapshots {_snapshots(config)}",
         f"keys      {_keys(config)}",
         f"admin     {_admin(config)}",
     ]
@@ -113,6 +113,18 @@ def _count(warnings: Sequence[str]) -> str:
 def _upstreams(config: Config) -> str:
     servers = config.pool.servers
     return ", ".join(f"{name} at {url}" for name, url in servers.items()) or config.upstream.url
+
+
+def _snapshots(config: Config) -> str:
+    """The directory of snapshots; ConfigError when it or its key cannot be used."""
+    directory = config.snapshots.directory
+    if not directory:
+        return "none"
+    from evoke_proxy.adapters.snapshot_files import SnapshotFiles
+    from evoke_proxy.engine.storage.snapshot_repository import disk_format
+
+    SnapshotFiles(Path(directory), disk_format(config.snapshots.key_file)).check()
+    return directory
 
 
 def _keys(config: Config) -> str:

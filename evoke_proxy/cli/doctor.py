@@ -485,7 +485,8 @@ class _Examination:
             files.receive(_FILE_NAME, saved.n_bytes)
             files.checksum(_FILE_NAME)
         except (SnapshotUnusable, OSError) as error:
-            return _Received(reason=str(error))
+            missing = f"{self._directory} does not exist on this machine"
+            return _Received(reason=str(error) if Path(self._directory).is_dir() else missing)
         return _Received(files, time.monotonic() - started)
 
     async def _has_ram_cache(self, slot: int, prompts: _Prompts) -> bool:

@@ -70,6 +70,20 @@ def test_doctor_advises_a_slot_directory(
     assert report["memory"] == "unknown" and report["ram_cache"] is False
 
 
+@pytest.mark.parametrize("exists", [True, False])
+def test_doctor_says_why_no_file_is_in_the_directory(
+    exists: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slots, named = tmp_path / "slots", tmp_path / "named"
+    for folder in (slots, named)[: 1 + exists]:
+        folder.mkdir()
+    with Deployment(slots).server() as port:
+        code, report = _run_doctor(capsys, port, "--directory", str(named))
+    reason = f"did not write doctor.evoke-part to {named}" if exists else f"{named} does not exist"
+    assert code == 1 and reason in report["no_files"]
+    assert any(reason in text for text in report["advice"])
+
+
 PATCHED = ("-np", "1", "-c", "1024", "--evoke-ram", "16")
 EVICTS = (*PATCHED, "--ctx-logical", "4096")
 

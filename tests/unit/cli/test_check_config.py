@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from evoke_proxy.adapters.secret_files import write_secret
+from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.cli.main import main
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
+from evoke_proxy.errors import ConfigError
 
 
 def printed(path: Path, capsys: pytest.CaptureFixture[str], text: str) -> dict[str, str]:
@@ -72,6 +74,32 @@ def test_a_file_that_cannot_be_read_ends_it_with_2(
     )
     assert main(["check-config", "--offline", "--config", str(path)]) == 2
     assert name in capsys.readouterr().err
+
+
+def test_a_directory_of_snapshots_that_serve_would_refuse_ends_it_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "evoke.yaml", tmp_path / "new" / "slots"
+    file = tmp_path / "file"
+    file.touch()
+    for directory in (file, file / "slots", tmp_path / ("x" * 300)):
+        path.write_text(f"snapshots: {{directory: {directory}}}\n")
+        assert main(["check-config", "--offline", "--config", str(path)]) == 2
+        printed_error = capsys.readouterr().err
+        assert f"snapshots.directory: {directory} cannot be used" in printed_error
+        with pytest.raises(ConfigError, match="cannot be used"):
+            SnapshotFiles(directory).prepare()
+    assert printed(path, capsys, f"snapshots: {{directory: {folder}}}\n")["snapshots"] == str(
+        folder
+    )
+    assert not folder.parent.exists(), "only serve creates it"
+    folder.mkdir(parents=True)
+    printed(path, capsys, f"snapshots: {{directory: {folder}}}\n")
+    assert not list(folder.iterdir())
+    key = f"snapshots: {{directory: {folder}, key_file: {file}}}\n"
+    path.write_text(key)
+    assert main(["check-config", "--offline", "--config", str(path)]) == 2
+    assert "snapshots.key_file" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_answer_is_a_line_and_no_failure(

@@ -212,7 +212,8 @@ class ServerProbe:
                 )
             return StrategyProblem(
                 "other_directory",
-                f"{directory} is not the --slot-save-path of llama-server ({error})",
+                f"{directory} is not the --slot-save-path of llama-server, which saves slots"
+                " elsewhere",
                 "set snapshots.directory to the directory of llama-server's --slot-save-path, as"
                 f" the proxy sees it, or start llama-server with --slot-save-path {directory}",
             )
