@@ -41,6 +41,12 @@ EXAMPLES = """examples:
       plan for another device, longer conversations, and four of them at a time"""
 
 _MIB = 1 << 20
+# Why a model without layers of full attention has no cells in the plan, by its kind.
+_WITHOUT_ROWS = {
+    "recurrent": "none: the model has only a recurrent state, so nothing is evicted",
+    "other": "unknown: its attention is of another kind than the plan computes, such as to"
+    " compressed rows, so nothing is evicted (see patches/SUPPORT.md)",
+}
 # What llama-server takes for --evoke-disk without a number.
 _DISK_MIB_OF_THE_SERVER = 4096
 _UNITS = {"": _MIB, "k": 1 << 10, "m": _MIB, "g": 1 << 30, "t": 1 << 40}
@@ -59,6 +65,8 @@ _ALIASES = {
     "--spec-draft-type-v": "--cache-type-v-draft",
     "-mm": "--mmproj",
 }
+# Options with which a context may be longer than the model was trained for.
+_ROPE_SCALING = ("--rope-scaling", "--rope-scale", "--rope-freq-scale", "--yarn-orig-ctx")
 
 
 def size(text: str) -> int:
@@ -213,6 +221,8 @@ def plan_options(arguments: argparse.Namespace, options: ServerOptions) -> PlanO
     return PlanOptions(
         sessions=sessions,
         context=options.number("--ctx-logical") or arguments.context,
+        is_context_passed_on=options.number("--ctx-logical") is not None,
+        scales_rope=any(options.value(it) not in (None, "none") for it in _ROPE_SCALING),
         cells=cells // sessions if cells else arguments.cells,
         ram_mib=_ram_mib(arguments, options),
         disk_mib=_disk_mib(arguments, options),
@@ -320,7 +330,7 @@ def table(plan: MemoryPlan, wanted: int | str | None = AUTO) -> list[str]:
         rows = [
             *rows[:2],
             ("context", f"{plan.context} tokens (-c {plan.cells * plan.sessions})"),
-            ("cells", "none: the model has only a recurrent state, so nothing is evicted"),
+            ("cells", _WITHOUT_ROWS[shape.kind]),
         ]
     width = max(len(name) for name, _ in rows)
     return [*(f"{name:{width}}  {text}" for name, text in rows), *plan.notes]

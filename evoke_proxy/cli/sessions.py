@@ -106,12 +106,13 @@ def run(arguments: argparse.Namespace) -> int:
     is_there = (directory / "index.sqlite").exists()
     if not config.snapshots.directory:
         raise ConfigError(
-            "snapshots.directory is not set: name the directory of the sessions with --directory"
+            "snapshots.directory is not set: name the directory of the sessions with --directory."
+            f" {_running_sessions(config)}"
         )
     if not (is_there or adds):
         raise ConfigError(
             f"{directory} contains no snapshots and no sessions: name the directory that is"
-            " snapshots.directory of the proxy with --directory"
+            f" snapshots.directory of the proxy with --directory. {_running_sessions(config)}"
         )
     # Proxies that share the directory must be stopped, too: they read the records at their start.
     snapshots = replace(config.snapshots, shared=False) if adds else config.snapshots
@@ -123,6 +124,15 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_action(repository, arguments)
     finally:
         repository.close()
+
+
+def _running_sessions(config: Config) -> str:
+    """Say where the sessions of a running proxy are, such as that of `up`."""
+    address = (config.security.admin_listen or config.listen)[0]
+    return (
+        "Sessions of a patched llama-server (`evoke-proxy up`) need no directory: while the proxy"
+        f" runs they are on its page, http://{address}/evoke/, and at /evoke/sessions"
+    )
 
 
 def _check_arguments(arguments: argparse.Namespace) -> None:

@@ -162,7 +162,7 @@ def _vulkan_flags() -> tuple[tuple[str, ...], str]:
     glslc = shutil.which("glslc")
     if glslc is None:
         raise BuildError(
-            "--vulkan needs glslc and the Vulkan headers, not found on this machine.\n"
+            "a build for Vulkan needs glslc and the Vulkan headers, not found on this machine.\n"
             "On Debian or Ubuntu:  sudo apt-get install -y glslc libvulkan-dev spirv-headers\n"
             "llama.cpp needs Vulkan headers 1.3.275 or newer (Debian 13, Ubuntu 24.04); for"
             " newer ones elsewhere add --cmake-arg Vulkan_INCLUDE_DIR=/path/include."
@@ -175,8 +175,9 @@ def _hip_flags() -> tuple[tuple[str, ...], str]:
     hipconfig = shutil.which("hipconfig") or shutil.which("hipconfig", path="/opt/rocm/bin")
     if hipconfig is None:
         raise BuildError(
-            "--hip needs ROCm: hipconfig was not found in PATH or /opt/rocm/bin.\n"
-            "Install ROCm with its HIP development files, or build with --vulkan."
+            "a build for HIP needs ROCm: hipconfig was not found in PATH or /opt/rocm/bin.\n"
+            "Install ROCm with its HIP development files, or build with --vulkan (evoke-proxy up:"
+            " --backend vulkan)."
         )
     targets = os.environ.get("AMDGPU_TARGETS", "")
     flags = [
@@ -190,7 +191,9 @@ def _hip_flags() -> tuple[tuple[str, ...], str]:
 
 def _metal_flags() -> tuple[tuple[str, ...], str]:
     if platform.system() != "Darwin":
-        raise BuildError("--metal builds on macOS only; for other GPUs see build-server --help.")
+        raise BuildError(
+            "a build for Metal is for macOS only; for other GPUs see build-server --help."
+        )
     return ("-DGGML_METAL=ON",), ""
 
 
@@ -207,8 +210,10 @@ def _find_nvcc() -> str:
     nvcc = _first_found(os.environ.get("CUDACXX"), "nvcc", f"{home}/bin/nvcc")
     if nvcc is None:
         raise BuildError(
-            "--cuda needs nvcc, not found in CUDACXX, PATH, CUDA_HOME or /usr/local/cuda.\n"
-            "Install the CUDA toolkit, or build for the CPU by leaving out --cuda."
+            "a build for CUDA needs nvcc, not found in CUDACXX, PATH, CUDA_HOME or"
+            " /usr/local/cuda.\n"
+            "Install the CUDA toolkit, or build for the CPU: leave out --cuda (evoke-proxy up:"
+            " --backend cpu)."
         )
     return nvcc
 
@@ -217,7 +222,7 @@ def _cuda_architectures() -> str:
     chosen = os.environ.get("CUDAARCHS") or _visible_gpus()
     if not chosen:
         raise BuildError(
-            "--cuda found nvcc but no GPU (nvidia-smi) to build for.\n"
+            "a build for CUDA found nvcc but no GPU (nvidia-smi) to build for.\n"
             "To build for another machine name its architecture, for example CUDAARCHS=90."
         )
     return f"-DCMAKE_CUDA_ARCHITECTURES={chosen}"

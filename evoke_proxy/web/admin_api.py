@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.request.options import SESSION_NAMES
 from evoke_proxy.engine.admin.admin import Admin
 from evoke_proxy.errors import RequestError
 from evoke_proxy.web import admin_types as types
@@ -29,13 +30,14 @@ _ROWS_PER_STEP = 32
 # What the value of each key of a body must be, for the error message.
 _MUST_BE = {
     "action": "action: must be pin, unpin or drop",
-    "budget": "budget: must be a positive number of tokens, or null for no limit",
-    "name": "name: must be 1 to 256 printable ASCII characters",
+    "name": f"name: must be {SESSION_NAMES}",
     "draining": "draining: must be true or false",
     "p0": "p0, p1: must be prompt positions with 0 <= p0 < p1",
     "p1": "p0, p1: must be prompt positions with 0 <= p0 < p1",
     "pinned": "pinned: must be true or false",
 }
+# The same of `budget`, which has another word in each kind of body.
+_BUDGETS = {types.BudgetChange: '"auto"', types.SessionChange: '"default"'}
 # A key in an error message of msgspec: of a wrong value, or of a missing one.
 _WRONG_KEY = re.compile(r"\$\.(\w+)|required field `(\w+)`")
 # A comment is sent after this time without an event, so that no other proxy closes the stream.
@@ -202,7 +204,12 @@ async def _json_body(request: web.Request, wanted: type[_Body]) -> _Body:
         change = msgspec.convert(body, wanted)
     except msgspec.ValidationError as error:
         wrong = _WRONG_KEY.search(str(error)) if body else None
-        raise RequestError(_MUST_BE[wrong[1] or wrong[2]] if wrong else refusal) from error
+        key = (wrong[1] or wrong[2]) if wrong else ""
+        message = _MUST_BE.get(key, refusal)
+        if key == "budget":
+            message = f"budget: must be a positive number of tokens, {_BUDGETS[wanted]}, or null"
+            message += " for no limit"
+        raise RequestError(message) from error
     if not body:
         raise RequestError(refusal)
     return change

@@ -320,6 +320,16 @@ def test_an_invalid_admin_request_gets_an_error_with_its_reason(
         assert answer["error"]["code"] and answer["error"]["message"], answer
 
 
+def test_the_error_of_a_wrong_budget_names_the_words_of_its_call(
+    unconnected_proxy: RunningProxy,
+) -> None:
+    calls = (("PATCH", "sessions/nobody", '"default"'), ("PUT", "budget", '"auto"'))
+    for method, path, word in calls:
+        answer = admin_call(unconnected_proxy, method, path, {"budget": "none"}, 400)
+        expected = f"budget: must be a positive number of tokens, {word}, or null for no limit"
+        assert answer["error"]["message"] == expected
+
+
 @pytest.fixture(scope="module")
 def unconnected_proxy() -> Any:
     """A proxy whose llama-server does not run."""

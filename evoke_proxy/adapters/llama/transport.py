@@ -51,6 +51,10 @@ BUFFERED_BYTES: Final = 8 * 1024 * 1024
 BodyParts: TypeAlias = tuple[bytes | memoryview, ...]
 # A request body: bytes, parts that are sent one after the other, or a stream from a client.
 Body: TypeAlias = bytes | BodyParts | AsyncIterable[bytes]
+# What to do about a server that refuses connections.
+_WHEN_AWAY = (
+    "start it (`evoke-proxy up` does that itself), or point --upstream at the right address"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,11 +391,10 @@ def mapped_errors(url: str) -> Iterator[None]:
     except aiohttp.ClientConnectorError as error:
         raise UpstreamUnavailable(
             f"llama-server at {url} cannot be reached ({error.strerror or error.os_error}):"
-            " start it, or point --upstream at the right address",
+            f" {_WHEN_AWAY}",
             url,
             reached=False,
-            public="llama-server cannot be reached: start it, or point --upstream at the right"
-            " address",
+            public=f"llama-server cannot be reached: {_WHEN_AWAY}",
         ) from error
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
         raise UpstreamUnavailable(

@@ -33,7 +33,9 @@ TOP_LEVEL_FIELDS = (
 OWN_FIELDS = frozenset(TOP_LEVEL_FIELDS)
 
 _KEEP_VALUES = ("pin", "prefer")
-_SESSION = re.compile(r"[A-Za-z0-9._:@/+=-]{1,256}")
+# Names of conversations, wherever they are given: they fit into a response header and a table.
+SESSION_NAME = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
+SESSION_NAMES = "1 to 256 printable ASCII characters, without a space at either end"
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,100}")
 _BLOCK_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")  # paths may be longer than names
 _MAX_PRIORITY = 100.0
@@ -138,9 +140,9 @@ def _priority(body: Mapping[str, Any]) -> float:
 
 def _session(body: Mapping[str, Any]) -> str | None:
     value = body.get("evoke_session")
-    if value is None or (isinstance(value, str) and _SESSION.fullmatch(value)):
+    if value is None or (isinstance(value, str) and SESSION_NAME.fullmatch(value)):
         return value
-    _refuse("evoke_session", "1 to 256 of A-Z a-z 0-9 . _ : @ / + = -", value)
+    _refuse("evoke_session", SESSION_NAMES, value)
 
 
 def _recover(body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -75,9 +75,12 @@ class ModelShape:
 
     @property
     def kind(self) -> str:
-        """`dense`, `iswa` (windows beside full attention), `hybrid` or `recurrent`."""
+        """`dense`, `iswa` (windows beside full attention), `hybrid`, `recurrent` or `other`.
+
+        `other`: attention to something else than rows of K and V, such as compressed rows.
+        """
         if not self.layers:
-            return "recurrent"
+            return "recurrent" if self.n_recurrent else "other"
         if self.n_recurrent:
             return "hybrid"
         return "iswa" if any(layer.is_windowed for layer in self.layers) else "dense"
@@ -117,6 +120,8 @@ class PlanOptions:
     Attributes:
         sessions: Number of slots.
         context: Longest conversation in tokens.
+        is_context_passed_on: Whether llama-server gets this context as it is.
+        scales_rope: Whether llama-server gets options for RoPE scaling, which allow more context.
         cells: Cells of a slot.
         ram_mib: Host memory for blocks; 0 for a server without block calls.
         disk_mib: Disk for blocks; 0 for none.
@@ -128,6 +133,8 @@ class PlanOptions:
 
     sessions: int = 1
     context: int | None = None
+    is_context_passed_on: bool = False
+    scales_rope: bool = False
     cells: int | None = None
     ram_mib: int | None = None
     disk_mib: int | None = None
@@ -250,10 +257,20 @@ def _padded(cells: int) -> int:
 
 
 def _context(shape: ModelShape, wanted: PlanOptions, notes: list[str]) -> int:
-    """Return the longest conversation in tokens, at most the trained length; adds a note if cut."""
+    """Return the longest conversation in tokens; adds a note if it is cut.
+
+    It is at most the trained length, except with RoPE scaling.
+    """
     trained = shape.n_trained
     length = wanted.context or trained or wanted.cells or _LEAST_CELLS
-    if trained and length > trained:
+    if trained and length > trained and not wanted.scales_rope:
+        if wanted.is_context_passed_on:
+            notes.append(
+                f"llama-server refuses --ctx-logical {length}, because the model was trained for"
+                f" {trained} tokens: leave it out, or add RoPE scaling (--rope-scaling,"
+                f" --rope-scale). The plan is for {trained} tokens."
+            )
+            return trained
         notes.append(
             f"The model was trained for {trained} tokens, so that the context is {trained} and not"
             f" {length}: more needs RoPE scaling (--rope-scaling, --rope-scale)."

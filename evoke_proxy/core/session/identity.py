@@ -12,6 +12,7 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.request.options import SESSION_NAME
 
 # Prompts that share fewer tokens have only a template in common.
 MIN_SHARED = 64
@@ -20,8 +21,6 @@ MIN_SHARE = 0.5
 # A session with the same name continues when at most this many tokens before its first message
 # differ.
 MAX_CLOCK_TOKENS = 8
-# Names that fit into a response header and into a table.
-_USABLE = re.compile(r"[!-~](?:[ -~]{0,254}[!-~])?")
 # A longer user id is not searched for a session: parsing it would block the event loop.
 _MAX_USER_CHARS = 4096
 _CLAUDE_USER = re.compile(r"_session_([0-9A-Za-z-]{8,})$")
@@ -107,7 +106,7 @@ class SessionPrompt(Protocol):
 
 def hint_of_name(name: str) -> Hint | None:
     """Return the hint of a conversation that an operator names; None when it is no usable name."""
-    return Hint(name, "X-Evoke-Session") if _USABLE.fullmatch(name) else None
+    return Hint(name, "X-Evoke-Session") if SESSION_NAME.fullmatch(name) else None
 
 
 def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
@@ -116,7 +115,7 @@ def hint_of(headers: Mapping[str, str], body: Mapping[str, Any]) -> Hint | None:
     for kind, name, weak in SOURCES:
         value = lowered.get(name.lower()) if kind == _HEADER else body.get(name)
         text = _session_in_metadata(value) if name == "metadata" else value
-        if isinstance(text, str) and _USABLE.fullmatch(text):
+        if isinstance(text, str) and SESSION_NAME.fullmatch(text):
             return Hint(text, name, weak)
     return None
 

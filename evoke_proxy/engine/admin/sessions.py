@@ -18,6 +18,7 @@ from evoke_proxy.core.model.plan import Drop, Evict, Plan
 from evoke_proxy.core.policy.pins import change_pins, check_least_budget
 from evoke_proxy.core.policy.registry import block_scores
 from evoke_proxy.core.prompt.rendered import SlotView
+from evoke_proxy.core.request.options import SESSION_NAMES
 from evoke_proxy.core.session.block_map import RowLocations, block_map, spans, totals
 from evoke_proxy.core.session.identity import hint_of_name
 from evoke_proxy.core.snapshots.snapshots import (
@@ -169,7 +170,7 @@ class SessionAdmin:
         """
         hint = hint_of_name(name)
         if hint is None:
-            raise RequestError("name: must be 1 to 256 printable ASCII characters")
+            raise RequestError(f"name: must be {SESSION_NAMES}")
         parent = self._live(id)
         info, has_directory = self._server.info, self.context.records.slot_snapshots is not None
         if not (info.can_share or (info.needs_full_state and has_directory)):

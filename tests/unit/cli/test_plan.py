@@ -64,6 +64,28 @@ def test_options_of_llama_server_override_those_of_the_plan() -> None:
         plan_options(arguments(), ServerOptions(("-ctv", "q9")))
 
 
+def test_the_plan_says_what_llama_server_does_with_a_context_beyond_the_trained_one() -> None:
+    refused = plan_options(arguments(), ServerOptions(("--ctx-logical", "200000")))
+    plan = make_plan(SHAPE, MACHINE, refused)
+    (note,) = [text for text in plan.notes if "200000" in text]
+    assert note.startswith("llama-server refuses --ctx-logical 200000") and "leave it out" in note
+    assert plan.context == 131_072
+    scaled = ServerOptions(("--rope-scaling", "yarn", "--ctx-logical", "200000"))
+    plan = make_plan(SHAPE, MACHINE, plan_options(arguments(), scaled))
+    assert plan.context == 200_000 and not [text for text in plan.notes if "200000" in text]
+    unscaled = ServerOptions(("--rope-scaling", "none"))
+    plan = make_plan(SHAPE, MACHINE, plan_options(arguments("--context", "200000"), unscaled))
+    command = server_command("server", [], unscaled, Path("/state"), plan)
+    assert "200000" not in command and plan.context == 131_072
+
+
+def test_a_model_with_another_kind_of_attention_is_not_called_recurrent() -> None:
+    plan = make_plan(ModelShape("deepseek4", (), n_trained=8192), MACHINE, PlanOptions())
+    text = "\n".join(table(plan))
+    assert "deepseek4, other" in text and "patches/SUPPORT.md" in text
+    assert "recurrent" not in text
+
+
 def test_the_command_has_every_option_once() -> None:
     plan = make_plan(SHAPE, MACHINE, PlanOptions(cells=16_384, sessions=2))
     server_options = ServerOptions(("--evoke-ram", "100", "-ngl", "20"))

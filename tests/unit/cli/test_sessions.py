@@ -206,6 +206,15 @@ def test_a_directory_without_snapshots_is_refused_and_unchanged(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_without_a_directory_the_page_of_a_running_proxy_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["sessions", "list"]) == 2
+    message = capsys.readouterr().err
+    assert "snapshots.directory is not set" in message
+    assert "http://127.0.0.1:18090/evoke/" in message and "evoke-proxy up" in message
+
+
 def test_an_import_that_was_ended_after_a_part_of_the_record_can_be_repeated(
     folder: Path,
     tmp_path: Path,

@@ -29,10 +29,10 @@ def test_options_are_read_from_the_evoke_fields() -> None:
         evoke_priority=2,
         evoke_pinned=True,
         evoke_task_boundary=True,
-        evoke_session="a/b:1",
+        evoke_session="a/b: 1",
     ).options
     assert options == RequestOptions(
-        True, 512, "discard", "discard", 2.0, True, True, "a/b:1", is_set=True
+        True, 512, "discard", "discard", 2.0, True, True, "a/b: 1", is_set=True
     )
 
 
@@ -69,7 +69,8 @@ def test_a_null_field_is_ignored_or_refused(field: str) -> None:
         ("evoke_pinned", 1),
         ("evoke_task_boundary", "yes"),
         ("evoke_session", ""),
-        ("evoke_session", "a b"),
+        ("evoke_session", " a"),
+        ("evoke_session", "a\nb"),
         ("evoke_session", "x" * 257),
         ("evoke_session", 7),
     ],
