@@ -56,7 +56,7 @@ INVALID = [
     ("evoke_priority", -1),
     ("evoke_pinned", "yes"),
     ("evoke_task_boundary", 1),
-    ("evoke_session", "a b"),
+    ("evoke_session", " a"),
     ("evoke_recover", "file:a.py"),
     ("evoke_recover", [1]),
     ("evoke_recover", ["x"] * 65),

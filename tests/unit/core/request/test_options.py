@@ -13,6 +13,7 @@ from evoke_proxy.core.request.chat import (
     RequestOptions,
     parse_chat,
 )
+from evoke_proxy.core.session.identity import hint_of, hint_of_name
 from evoke_proxy.errors import RequestError
 
 
@@ -80,6 +81,17 @@ def test_an_invalid_field_is_a_request_error_with_its_own_code(field: str, value
         chat(**{field: value})
     assert (caught.value.status, caught.value.code) == (400, f"{field}_invalid")
     assert ("kv_restore replaces it" in str(caught.value)) is (value == "breadcrumb")
+
+
+@pytest.mark.parametrize("name", ["try 2", "a", "x" * 256, " a", "a ", "a\tb", "é", "x" * 257, ""])
+def test_a_field_a_header_and_a_fork_have_one_rule_for_names(name: str) -> None:
+    is_usable = hint_of_name(name) is not None
+    assert (hint_of({"X-Evoke-Session": name}, {}) is not None) is is_usable
+    if is_usable:
+        assert chat(evoke_session=name).options.session == name
+    else:
+        with pytest.raises(RequestError, match="without a space at either end"):
+            chat(evoke_session=name)
 
 
 @pytest.mark.parametrize(
