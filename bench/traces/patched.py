@@ -281,10 +281,8 @@ class PatchedServer:
     ) -> dict[str, Any]:
         """Replaces `LlamaClient.call`."""
         data = _body_of(body)
-        if target == "/completion":
-            return await self._prefill(orjson.loads(data))
-        if target == "/v1/models":  # once, before the first request
-            return {"data": []}
+        if target in ("/completion", "/v1/models"):  # the models once, before the first request
+            return await self._prefill(orjson.loads(data)) if data else {"data": []}
         self._n_copied = self._n_read = 0
         try:
             answer = self._answer(target, data)
