@@ -28,6 +28,15 @@ _MAX_CANDIDATES = 10
 _MIN_SIMILARITY = 0.5
 # Terms whose trigrams overlap less cannot have half of their bigrams in common.
 _MIN_TRIGRAM_OVERLAP = 0.2
+# A search counts at most this many occurrences of trigrams in indexed terms: _COUNTED_PER_TERM for
+# each indexed term, which is as many as 200 words that were never used have in a long session, and
+# at least and at most the other two. Of more, those of the rarest trigrams are counted.
+_COUNTED_PER_TERM, _LEAST_COUNTED, _MOST_COUNTED = 16, 1 << 17, 1 << 20
+# So many are sorted at once, which takes 5 ms and 6 MiB.
+_SORTED_AT_ONCE = 1 << 17
+# Terms whose similar ones are kept until other terms are added: the texts of a question have terms
+# in common.
+_MAX_FOUND = 1024
 # Added terms that wait for the next search, which takes a millisecond longer for them.
 _MAX_WAITING = 256
 # Fewest letters of a term that is compared with others for typing errors.
@@ -63,6 +72,8 @@ class FuzzyTerms:
         self._postings: dict[str, array[int]] = {}
         # Terms that were added since the last search or `settle`.
         self._waiting: list[str] = []
+        # What `similar` has found since terms were added.
+        self._found: dict[str, list[tuple[str, float]]] = {}
 
     def add(self, term: str) -> None:
         """Add a term that was not added before; one that is not `comparable` is ignored."""
@@ -72,6 +83,9 @@ class FuzzyTerms:
 
     def settle(self) -> None:
         """Divide the added terms into trigrams now, which a search would do first."""
+        if not self._waiting:
+            return
+        self._found.clear()
         postings = self._postings
         for term in filter(comparable, self._waiting):
             number = len(self._terms)
@@ -90,11 +104,12 @@ class FuzzyTerms:
 
         Each comes with its similarity in [0.5, 1]: Dice's coefficient of the bigrams.
         """
-        queries = [term for term in terms if comparable(term)]
-        if not queries:
-            return [[] for _ in terms]
         self.settle()
-        found: dict[str, list[tuple[str, float]]] = {}
+        known = self._found
+        queries = [term for term in dict.fromkeys(terms) if comparable(term) and term not in known]
+        found = {term: known[term] for term in terms if term in known}
+        if not queries:
+            return [found.get(term, []) for term in terms]
         for query, candidates in zip(queries, self._candidates(queries), strict=True):
             bigrams = _bigrams(query)
             pairs = [
@@ -102,15 +117,30 @@ class FuzzyTerms:
             ]
             similar = [pair for pair in pairs if pair[1] >= _MIN_SIMILARITY]
             found[query] = sorted(similar, key=lambda pair: (-pair[1], pair[0]))
+        if len(known) + len(queries) > _MAX_FOUND:
+            known.clear()
+        known.update((query, found[query]) for query in queries[:_MAX_FOUND])
         return [found.get(term, []) for term in terms]
 
     def _candidates(self, queries: Sequence[str]) -> list[list[str]]:
         """Return for each query term the 10 indexed terms whose trigrams overlap most with its own.
 
-        All queries are ranked in one pass, because an array operation costs about the same for one
-        query as for all.
+        Many queries are ranked in one pass, because an array operation costs about the same for one
+        query as for several.
         """
-        pairs = self._shared_trigrams(queries)
+        trigrams_of = list(map(_trigrams, queries))
+        sizes, counted = list(map(len, trigrams_of)), self._counted(trigrams_of)
+        found, start, n_sorted = list[list[str]](), 0, 0
+        for end, trigrams in enumerate(counted):
+            n_own = sum(len(self._postings[trigram]) for trigram in trigrams)
+            if n_sorted and n_sorted + n_own > _SORTED_AT_ONCE:
+                found += self._ranked(self._shared_trigrams(counted[start:end], sizes[start:end]))
+                start, n_sorted = end, 0
+            n_sorted += n_own
+        return found + self._ranked(self._shared_trigrams(counted[start:], sizes[start:]))
+
+    def _ranked(self, pairs: _SharedTrigrams) -> list[list[str]]:
+        """Return for each query term the 10 terms whose trigrams overlap most with its own."""
         sizes = (
             np.frombuffer(self._sizes, np.int64)[pairs.terms] if len(pairs.terms) else pairs.terms
         )
@@ -121,7 +151,7 @@ class FuzzyTerms:
         likely = (overlap >= _MIN_TRIGRAM_OVERLAP) | contains
         of_query, numbers, overlap = pairs.queries[likely], pairs.terms[likely], overlap[likely]
         order = np.lexsort((numbers, -overlap, of_query))
-        bounds = np.searchsorted(of_query, np.arange(len(queries) + 1))
+        bounds = np.searchsorted(of_query, np.arange(len(pairs.query_sizes) + 1))
         return [
             [
                 self._terms[i]
@@ -130,30 +160,52 @@ class FuzzyTerms:
             for start, end in pairwise(bounds.tolist())
         ]
 
-    def _shared_trigrams(self, queries: Sequence[str]) -> _SharedTrigrams:
+    def _counted(self, trigrams_of: Sequence[set[str]]) -> list[list[str]]:
+        """Return those of the trigrams of each query term that are counted.
+
+        These are the trigrams of indexed terms, without those that too many of them contain, and
+        without the most common ones if they are too many; see _COUNTED_PER_TERM.
+        """
+        limit, postings = max(_ALWAYS_COUNTED, int(_MAX_SHARE * len(self._terms))), self._postings
+        found = [
+            [one for one in trigrams & postings.keys() if len(postings[one]) <= limit]
+            for trigrams in trigrams_of
+        ]
+        most = max(_LEAST_COUNTED, min(_MOST_COUNTED, _COUNTED_PER_TERM * len(self._terms)))
+        if sum(len(postings[one]) for trigrams in found for one in trigrams) <= most:
+            return found
+        all_found = [(one, i) for i, trigrams in enumerate(found) for one in trigrams]
+        counted, n_counted = [list[str]() for _ in found], 0
+        for size, one, i in sorted((len(postings[one]), one, i) for one, i in all_found):
+            n_counted += size
+            if n_counted > most:
+                break
+            counted[i].append(one)
+        return counted
+
+    def _shared_trigrams(
+        self, counted: Sequence[Sequence[str]], sizes: Sequence[int]
+    ) -> _SharedTrigrams:
         """Count the trigrams that each query term shares with each indexed term.
 
-        Trigrams that too many terms contain are not counted.
+        `counted` has the trigrams of each query term that are counted, `sizes` how many it has.
         """
-        limit = max(_ALWAYS_COUNTED, int(_MAX_SHARE * len(self._terms)))
-        query_sizes, matches, n_matches = [], array("q"), []
-        for query in queries:
-            before, trigrams = len(matches), _trigrams(query)
-            for trigram in trigrams & self._postings.keys():
-                if len(self._postings[trigram]) <= limit:
-                    matches.extend(self._postings[trigram])
-            query_sizes.append(len(trigrams))
+        query_sizes, matches, n_matches = np.array(sizes, np.int64), array("q"), list[int]()
+        for trigrams in counted:
+            before = len(matches)
+            for trigram in trigrams:
+                matches.extend(self._postings[trigram])
             n_matches.append(len(matches) - before)
-        # One number for each pair, so that equal pairs are neighbours once sorted.
-        of_query = np.repeat(np.arange(len(queries)), n_matches) * len(self._terms)
-        codes = np.sort(np.array(matches, np.int64) + of_query)
-        if not len(codes):
+        if not len(matches):
             none = np.zeros(0, np.int64)
-            return _SharedTrigrams(none, none, none, np.array(query_sizes, np.int64))
+            return _SharedTrigrams(none, none, none, query_sizes)
+        # One number for each pair, so that equal pairs are neighbours once sorted.
+        of_query = np.repeat(np.arange(len(counted)), n_matches) * len(self._terms)
+        codes = np.sort(np.array(matches, np.int64) + of_query)
         firsts = np.flatnonzero(np.concatenate(([True], codes[1:] != codes[:-1])))
         query_index, terms = np.divmod(codes[firsts], len(self._terms))
         shared = np.diff(firsts, append=len(codes))
-        return _SharedTrigrams(query_index, terms, shared, np.array(query_sizes, np.int64))
+        return _SharedTrigrams(query_index, terms, shared, query_sizes)
 
 
 def comparable(term: str) -> bool:

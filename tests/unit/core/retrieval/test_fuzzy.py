@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evoke_proxy.core.retrieval import fuzzy
 from evoke_proxy.core.retrieval.fuzzy import FuzzyTerms, comparable, is_misspelt
 
 
@@ -137,3 +142,73 @@ def test_terms_divided_early_are_found_like_those_divided_by_a_search(terms: lis
 def test_many_terms_do_not_wait_for_a_search() -> None:
     index = fuzzy_terms(*(f"term{n}word" for n in range(1000)))
     assert len(index._waiting) < 256
+
+
+def alike_words(n: int) -> list[str]:
+    """Different words of 7 of the same 5 letters: most trigrams are in 4 % of them."""
+    rng = random.Random(1)
+    words = dict.fromkeys("".join(rng.choices("aeinr", k=7)) for _ in range(2 * n))
+    return list(words)[:n]
+
+
+def test_a_search_counts_a_limited_number_of_trigrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words of few letters have most trigrams in common: counting all of them takes a second."""
+    words, counted = alike_words(12_256), list[int]()
+    index = fuzzy_terms(*words[:12_000])
+    count = FuzzyTerms._shared_trigrams
+
+    def counting(
+        self: FuzzyTerms, trigrams: Sequence[Sequence[str]], sizes: Sequence[int]
+    ) -> object:
+        pairs = count(self, trigrams, sizes)
+        counted.append(int(pairs.shared.sum()))
+        return pairs
+
+    monkeypatch.setattr(FuzzyTerms, "_shared_trigrams", counting)
+    tracemalloc.start()
+    try:
+        found = index.similar(words[12_000:])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 256 and any(found)
+    assert sum(counted) <= 16 * 12_000 and max(counted) <= 1 << 17
+    assert peak < 24 << 20
+
+
+def test_the_rarest_trigrams_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*(f"common{a}{b}" for a in "abcde" for b in "fghij"), "zygote"]
+    for name in ("_LEAST_COUNTED", "_MOST_COUNTED"):
+        monkeypatch.setattr(fuzzy, name, 30)
+    common, rare = fuzzy_terms(*words).similar(["commonly", "zygotes"])
+    assert rare == [("zygote", pytest.approx(0.8))] and common == []
+
+
+def test_terms_that_are_ranked_in_several_passes_have_the_same_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = alike_words(1_100)
+    together = fuzzy_terms(*words[:1000]).similar(words[1000:])
+    monkeypatch.setattr(fuzzy, "_SORTED_AT_ONCE", 500)
+    assert fuzzy_terms(*words[:1000]).similar(words[1000:]) == together
+    assert any(together)
+
+
+def test_a_term_is_looked_up_once_until_others_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    index, looked_up = fuzzy_terms("recieve", "believe"), list[str]()
+    candidates = FuzzyTerms._candidates
+
+    def counting(self: FuzzyTerms, queries: Sequence[str]) -> list[list[str]]:
+        looked_up.extend(queries)
+        return candidates(self, queries)
+
+    monkeypatch.setattr(FuzzyTerms, "_candidates", counting)
+    first = index.similar(["receive", "receive", "believed"])
+    assert index.similar(["believed", "receive"]) == first[:0:-1] and first[0] == first[1]
+    assert looked_up == ["receive", "believed"]
+    index.add("receives")
+    assert index.similar(["receive"])[0][0][0] == "receives" and len(looked_up) == 3
+    assert len(index._found) == 1
+    monkeypatch.setattr(fuzzy, "_MAX_FOUND", 2)
+    index.similar(["certificate", "believed", "relieve", "achieve"])
+    assert len(index._found) <= 2
