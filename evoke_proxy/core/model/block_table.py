@@ -373,11 +373,24 @@ def blocks_named(blocks: BlockTable, names: Collection[str | int]) -> Mask:
 
 def unknown_names(blocks: BlockTable, names: Collection[str]) -> list[str]:
     """The names that refer to no block, in their order."""
-    existing = {name for block in blocks for name in _names_of(block)} if names else set()
+    existing = names_among(blocks, names) if names else ()
     return [name for name in names if name not in existing]
 
 
+def names_among(blocks: Iterable[Block], names: Collection[str]) -> set[str]:
+    """Those of the names that refer to one of these blocks; each block is read once."""
+    wanted, found = frozenset(names), set[str]()
+    for block in blocks:
+        found |= wanted.intersection(_own_names(block))
+        found |= wanted.intersection(block.aliases)
+    return found
+
+
 def _names_of(block: Block) -> set[str | int]:
+    return {block.message, *_own_names(block), *block.aliases}
+
+
+def _own_names(block: Block) -> tuple[str, str, str]:
+    """The names of a block that follow from its display name."""
     base, _, number = block.display_name.rpartition("#")
-    before_split = f"{base}#{number.partition('.')[0]}"
-    return {block.message, block.display_name, before_split, base, *block.aliases}
+    return block.display_name, f"{base}#{number.partition('.')[0]}", base

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, filterfalse
+from itertools import accumulate, chain, filterfalse
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,9 @@ _VECTOR_CERTAINTY = 0.8
 # A name that more than this share of the blocks have is ignored, when these are more than
 # _MIN_NAMED_BLOCKS: it is, for example, the name of a tool that most turns call.
 _MAX_NAMED_SHARE, _MIN_NAMED_BLOCKS = 0.25, 8
+# Of the names that a text mentions, those that the fewest blocks have are used: so many that they
+# have at most this many blocks together, and at least one.
+_MAX_MENTIONED = 1 << 15
 
 # Standing instructions and statements of the user are recognized in messages of at most this many
 # tokens.
@@ -567,15 +571,29 @@ class Index:
         if not named:
             return None
         limit = max(_MIN_NAMED_BLOCKS, _MAX_NAMED_SHARE * len(self._documents))
+        found = list(map(self._named_documents.__getitem__, sorted(named)))
+        found = [documents for documents in found if len(documents) <= limit]
         lateness = np.zeros(len(self._documents))
-        for name in named:
-            documents_with_name = np.array(self._named_documents[name])
-            if len(documents_with_name) <= limit:
-                at = np.flatnonzero(np.isin(self._documents, documents_with_name))
-                message = np.where(at < first_new, self._blocks.messages[at], -1)
-                _, age = np.unique(-message, return_inverse=True)
-                lateness[at] = np.maximum(lateness[at], 1.0 + len(at) - age)
+        if found:
+            at, names = self._blocks_of_documents(_fewest(found))
+            messages = np.where(at < first_new, self._blocks.messages[at], -1)
+            np.maximum.at(lateness, at, _lateness(messages, names))
         return lateness
+
+    def _blocks_of_documents(self, groups: Sequence[array[int]]) -> tuple[Positions, Positions]:
+        """Return the indexes of the blocks of documents, and the numbers of their groups.
+
+        The numbers are ascending; documents of removed blocks are left out.
+        """
+        documents = np.concatenate([np.frombuffer(each, np.dtype("l")) for each in groups])
+        numbers = np.arange(len(groups)).repeat(list(map(len, groups)))
+        # Without documents of removed blocks, the documents are numbered in block order.
+        if len(self._blocks) == len(self._inverted):
+            return documents, numbers
+        positions = np.full(len(self._inverted), -1)
+        positions[self._documents] = np.arange(len(self._documents))
+        at = positions[documents]
+        return at[at >= 0], numbers[at >= 0]
 
     def _sum_of_blocks(self, evidence: Iterable[Evidence]) -> tuple[FloatArray, FloatArray]:
         """Return the summed scores and the coverage of each block."""
@@ -860,6 +878,34 @@ def _interleave(orders: Sequence[Positions]) -> list[tuple[int, int]]:
             else:
                 remaining.remove(number)
     return list(taken.items())
+
+
+def _fewest(groups: Sequence[array[int]]) -> list[array[int]]:
+    """Return the shortest of these groups, as many as _MAX_MENTIONED allows."""
+    shortest = sorted(groups, key=len)
+    ends = list(accumulate(map(len, shortest)))
+    return shortest[: max(1, bisect_right(ends, _MAX_MENTIONED))]
+
+
+def _lateness(messages: Positions, groups: Positions) -> FloatArray:
+    """Return the rank [p] of each message among those of its group, more for later ones.
+
+    `groups` are ascending. The latest message of a group of n has n + 1, each other one less by the
+    number of different messages after it.
+    """
+    order = np.lexsort((-messages, groups))
+    messages, groups = messages[order], groups[order]
+    starts = np.ones(len(groups), np.bool_)
+    starts[1:] = groups[1:] != groups[:-1]
+    differs = np.zeros(len(groups), np.bool_)
+    differs[1:] = messages[1:] != messages[:-1]
+    n_before = differs.cumsum()
+    first = starts.nonzero()[0]
+    sizes = np.diff(first, append=len(groups))
+    age = n_before - n_before[first].repeat(sizes)
+    ranks = np.zeros(len(groups))
+    ranks[order] = 1 + sizes.repeat(sizes) - age
+    return ranks
 
 
 def possible_names(text: str) -> set[str]:

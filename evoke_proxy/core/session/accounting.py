@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.core.model.block_table import Mask, blocks_named, unknown_names
+from evoke_proxy.core.model.block_table import Mask, names_among, unknown_names
 from evoke_proxy.core.model.blocks import Block, Span, count
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
@@ -272,7 +272,8 @@ def usage_outcome(turn: Turn, plan: Plan, quoted: QuotedRequest | None) -> dict[
         prompt_blocks = turn.view.blocks
         unknown = unknown_names(prompt_blocks, names)
         is_out = ~_visible_blocks(turn, plan, quoted.blocks if quoted is not None else ())
-        missing = [name for name in names if (blocks_named(prompt_blocks, (name,)) & is_out).any()]
+        out = names_among(prompt_blocks.pick(is_out), names)
+        missing = [name for name in names if name in out]
         outcome["recover"] = {"unknown": unknown, "missing": missing}
     return outcome
 

@@ -220,3 +220,27 @@ def test_the_outcome_lists_unknown_and_missing_names() -> None:
         usage_outcome(replace(without_names, config=replace(CONFIG, name="discard")), plan, None)
         == {}
     )
+
+
+class CountedName(str):
+    """A display name that counts how often a block is compared with names."""
+
+    n_read = 0
+
+    def rpartition(self, sep: str, /) -> tuple[str, str, str]:
+        CountedName.n_read += 1
+        return super().rpartition(sep)
+
+
+def test_each_block_is_read_a_few_times_for_any_number_of_names() -> None:
+    names = [f"nobody {i}" for i in range(62)]
+    body = {"messages": conversation(user(QUESTION)), "evoke_recover": ["user:0", *names]}
+    turn = turn_of("chat", body, (0, 1))
+    blocks = [
+        replace(block, display_name=CountedName(block.display_name)) for block in turn.view.blocks
+    ]
+    view = replace(turn.view, blocks=type(turn.view.blocks)(blocks))
+    CountedName.n_read = 0
+    outcome = usage_outcome(replace(turn, view=view), Plan(), None)
+    assert outcome["recover"] == {"unknown": names, "missing": ["user:0"]}
+    assert 0 < CountedName.n_read <= 2 * len(blocks)

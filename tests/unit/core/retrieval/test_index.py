@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_proxy.core.model.block_table import BlockTable, FloatArray
+from evoke_proxy.core.model.block_table import BlockTable, FloatArray, Positions
 from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.request.chat import parse_chat
+from evoke_proxy.core.retrieval import index as index_module
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.query import Query, query_of
 from evoke_proxy.core.retrieval.vectors import DocumentVectors, chunks_of
@@ -332,3 +333,60 @@ def test_of_blocks_with_the_named_alias_later_messages_score_higher() -> None:
     found = relevance(f"edit {path}", blocks)
     assert min(found[4:6]) > max(found[2:4]) > 0
     assert min(found[2:4]) > max(found[:2]) > 0
+
+
+NAMES = st.sampled_from([f"name{i}" for i in range(8)])
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.lists(NAMES, max_size=4)), min_size=1, max_size=40),
+    st.lists(NAMES, max_size=8),
+    st.sets(st.integers(0, 39)),
+    st.integers(0, 40),
+)
+def test_blocks_are_mentioned_by_the_rank_of_their_message(
+    rows: list[tuple[int, list[str]]], mentioned: list[str], removed: set[int], first_new: int
+) -> None:
+    rows = sorted(rows, key=lambda row: row[0])
+    blocks = [block(i, "text", message, *names) for i, (message, names) in enumerate(rows)]
+    index = Index()
+    index.update(BlockTable(blocks))
+    blocks = [each for i, each in enumerate(blocks) if i not in removed]
+    index.update(BlockTable(blocks))
+    expected, is_named = [0.0] * len(blocks), False
+    for name in set(mentioned):
+        n_all = sum(name in names for _, names in rows)
+        at = [i for i, each in enumerate(blocks) if name in each.aliases]
+        is_named |= n_all > 0
+        if n_all > max(8, 0.25 * len(blocks)):
+            continue
+        ages = [-1 if i >= first_new else blocks[i].message for i in at]
+        for i, message in zip(at, ages, strict=True):
+            later = {other for other in ages if other > message}
+            expected[i] = max(expected[i], 1.0 + len(at) - len(later))
+    found = index._mentions(" ".join(mentioned), first_new)
+    assert (found is not None) == is_named
+    assert found is None or found.tolist() == expected
+
+
+def test_a_limited_number_of_mentions_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names that the fewest blocks have are used."""
+    monkeypatch.setattr(index_module, "_MAX_MENTIONED", 5)
+    ranked = list[int]()
+    lateness = index_module._lateness
+
+    def counting(messages: Positions, groups: Positions) -> FloatArray:
+        ranked.append(len(messages))
+        return lateness(messages, groups)
+
+    monkeypatch.setattr(index_module, "_lateness", counting)
+    blocks = [block(i, FILLER, None, "common") for i in range(4)]
+    blocks += [block(i, FILLER, None, "rare") for i in range(4, 7)]
+    blocks.append(block(7, FILLER, None, "rarest"))
+    index = Index()
+    index.update(BlockTable(blocks))
+    found = index._mentions("common, rare and rarest", len(blocks))
+    assert found is not None and found.tolist() == [0, 0, 0, 0, 2, 3, 4, 2]
+    assert ranked == [4]
+    found = index._mentions("common", len(blocks))
+    assert found is not None and found.tolist() == [2, 3, 4, 5, 0, 0, 0, 0]
