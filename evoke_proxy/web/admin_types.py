@@ -289,6 +289,15 @@ class Turn(Struct, kw_only=True):
     budget: Budget | None
     evicted: Ranges
     recovered_spans: Ranges
+    ranges_left_out: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="How many ranges are neither in `evicted` nor in `recovered_spans`: of each"
+            " a turn keeps the 256 longest, and the turns of a session keep 8192 together, those of"
+            " the latest turns.",
+        ),
+    ]
 
 
 class SnapshotRow(Struct, kw_only=True):

@@ -105,9 +105,9 @@ class FuzzyTerms:
         Each comes with its similarity in [0.5, 1]: Dice's coefficient of the bigrams.
         """
         self.settle()
-        known = self._found
-        queries = [term for term in dict.fromkeys(terms) if comparable(term) and term not in known]
-        found = {term: known[term] for term in terms if term in known}
+        kept = self._found
+        queries = [term for term in dict.fromkeys(terms) if comparable(term) and term not in kept]
+        found = {term: kept[term] for term in terms if term in kept}
         if not queries:
             return [found.get(term, []) for term in terms]
         for query, candidates in zip(queries, self._candidates(queries), strict=True):
@@ -117,9 +117,9 @@ class FuzzyTerms:
             ]
             similar = [pair for pair in pairs if pair[1] >= _MIN_SIMILARITY]
             found[query] = sorted(similar, key=lambda pair: (-pair[1], pair[0]))
-        if len(known) + len(queries) > _MAX_FOUND:
-            known.clear()
-        known.update((query, found[query]) for query in queries[:_MAX_FOUND])
+        if len(kept) + len(queries) > _MAX_FOUND:
+            kept.clear()
+        kept.update((query, found[query]) for query in queries[:_MAX_FOUND])
         return [found.get(term, []) for term in terms]
 
     def _candidates(self, queries: Sequence[str]) -> list[list[str]]:

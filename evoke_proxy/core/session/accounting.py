@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.core.model.block_table import Mask, names_among, unknown_names
-from evoke_proxy.core.model.blocks import Block, Span, count
+from evoke_proxy.core.model.blocks import Block, Span, count, merged
 from evoke_proxy.core.model.counts import is_count, token_count
 from evoke_proxy.core.model.plan import Plan
 from evoke_proxy.core.policy.past_quotes import quotes_past
@@ -197,8 +197,9 @@ class TurnRecord:
         resident: Rows in the slot when the turn ended.
         peak: Maximum number of rows in the slot during the turn.
         budget: The budget; None without one.
-        evicted: Ranges that left the slot for this turn.
-        recovered_spans: Ranges that were copied back for it.
+        evicted: Ranges that left the slot for this turn, merged.
+        recovered_spans: Ranges that were copied back for it, merged.
+        ranges_left_out: How many ranges are not among these two, because they are too many.
     """
 
     number: int
@@ -216,6 +217,20 @@ class TurnRecord:
     budget: int | None = None
     evicted: tuple[Span, ...] = ()
     recovered_spans: tuple[Span, ...] = ()
+    ranges_left_out: int = 0
+
+    @property
+    def n_ranges(self) -> int:
+        """How many ranges the record has."""
+        return len(self.evicted) + len(self.recovered_spans)
+
+    def with_ranges(self, limit: int) -> TurnRecord:
+        """Return the record with at most `limit` ranges of each kind, the longest ones."""
+        if len(self.evicted) <= limit and len(self.recovered_spans) <= limit:
+            return self
+        evicted, recovered = _longest(self.evicted, limit), _longest(self.recovered_spans, limit)
+        left_out = self.ranges_left_out + self.n_ranges - len(evicted) - len(recovered)
+        return replace(self, evicted=evicted, recovered_spans=recovered, ranges_left_out=left_out)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
@@ -229,12 +244,20 @@ class TurnRecord:
 def moved_spans(
     plan: Plan, accounting: TokenAccounting | None
 ) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Return the ranges that were evicted, by plan or by llama-server, and those recovered."""
+    """Return the ranges that were evicted, by plan or by llama-server, and those recovered.
+
+    Both are merged: neighbouring blocks are one range.
+    """
     evicted = [evict.span for evict in plan.evicts]
     evicted += [span for span, _ in accounting.auto_evicted] if accounting is not None else []
     recovered = [load.span for load in plan.loads]
     recovered += list(plan.adopt.spans if plan.adopt else ())
-    return tuple(evicted), tuple(recovered)
+    return merged(evicted), merged(recovered)
+
+
+def _longest(spans: tuple[Span, ...], limit: int) -> tuple[Span, ...]:
+    """Return the `limit` longest spans in their order."""
+    return tuple(sorted(sorted(spans, key=len, reverse=True)[:limit]))
 
 
 def path_of(plan: Plan, accounting: TokenAccounting) -> str:

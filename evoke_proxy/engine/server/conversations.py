@@ -37,6 +37,8 @@ from evoke_proxy.engine.server.conversation_states import (
 
 # Records of turns that a conversation keeps.
 _MAX_RECORDS = 256
+# Ranges of positions of each kind that one of them has, and ranges that all of them have: 1 MB.
+_MAX_RANGES_OF_RECORD, _MAX_RANGES = 256, 8192
 # Conversations of a tenant that a prompt is compared with, the most recently used ones.
 _MAX_RECENT = 64
 # Ids of forgotten conversations that are remembered: more than slots and tenants can still name.
@@ -109,7 +111,8 @@ class TurnHistory:
 
     def __init__(self) -> None:
         self.n_turns = 0
-        self._records: deque[TurnRecord] = deque(maxlen=_MAX_RECORDS)
+        self._records: deque[TurnRecord] = deque()
+        self._n_ranges = 0
 
     def __iter__(self) -> Iterator[TurnRecord]:
         return iter(self._records)
@@ -118,10 +121,23 @@ class TurnHistory:
         """Count on after the turns that an earlier proxy process has served."""
         self.n_turns = n_turns
 
-    def add(self, record: TurnRecord) -> None:
-        """Record one more turn, whose number is `n_turns` + 1."""
+    def add(self, record: TurnRecord) -> TurnRecord:
+        """Record one more turn, whose number is `n_turns` + 1; returns the record that is kept.
+
+        Of too many ranges, the longest are kept, and those of the latest turns.
+        """
         self.n_turns += 1
-        self._records.append(record)
+        kept = record.with_ranges(_MAX_RANGES_OF_RECORD)
+        self._records.append(kept)
+        self._n_ranges += kept.n_ranges
+        if len(self._records) > _MAX_RECORDS:
+            self._n_ranges -= self._records.popleft().n_ranges
+        for i, oldest in enumerate(self._records):
+            if self._n_ranges <= _MAX_RANGES:
+                break
+            self._n_ranges -= oldest.n_ranges
+            self._records[i] = oldest.with_ranges(0)
+        return kept
 
     @property
     def used_at(self) -> float | None:

@@ -35,8 +35,7 @@ def record_end(turn: PreparedTurn, outcome: Outcome, feed: EventFeed) -> TurnRec
     conversation = turn.remembered
     if conversation is None or outcome.first_byte_s is None:
         return None
-    record = _record(turn, outcome, conversation.n_turns + 1)
-    conversation.history.add(record)
+    record = conversation.history.add(_record(turn, outcome, conversation.n_turns + 1))
     feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
     return record
 

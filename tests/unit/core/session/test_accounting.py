@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from slot_model import view_columns
 from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.model.plan import Adopt, DecodeBudget, Evict, Load, Plan
 from evoke_proxy.core.policy.view import PolicyView
-from evoke_proxy.core.session.accounting import TokenAccounting, forecast
+from evoke_proxy.core.session.accounting import TokenAccounting, TurnRecord, forecast, moved_spans
 
+RECORD = TurnRecord(1, 0.0, "recovered", "evoke", 0.1, 100, 25, 20, 50, 5)
 REPORTED: dict[str, Any] = {
     "epoch": 7,
     "n_prompt": 100,
@@ -95,3 +97,25 @@ def test_tokens_that_were_decoded_before_the_request_count_as_decoded() -> None:
     counted = reported.with_prefilled(60)
     assert counts(counted) == (70, 3, 20, 7) and counted.n_prompt == 100
     assert counts(reported.with_prefilled(99)) == (90, 3, 0, 7)
+
+
+def test_moved_ranges_are_merged() -> None:
+    """A turn moves thousands of small blocks, most of them next to each other."""
+    evicts = tuple(Evict(Span(i, i + 10), f"s/{i}") for i in range(0, 1000, 10))
+    loads = (Load("a", Span(2000, 2010)), Load("b", Span(2010, 2020)), Load("c", Span(3000, 3010)))
+    accounting = TokenAccounting(1, 1, 1, 1, auto_evicted=((Span(990, 1010), None),))
+    evicted, recovered = moved_spans(Plan(evicts=evicts, loads=loads), accounting)
+    assert evicted == (Span(0, 1010),)
+    assert recovered == (Span(2000, 2020), Span(3000, 3010))
+
+
+def test_a_record_keeps_its_longest_ranges() -> None:
+    evicted = tuple(Span(100 * i, 100 * i + length) for i, length in enumerate((3, 9, 1, 9, 5)))
+    record = replace(RECORD, evicted=evicted, recovered_spans=evicted[:2])
+    assert record.with_ranges(5) is record and record.n_ranges == 7
+    shorter = record.with_ranges(3)
+    assert shorter.evicted == (Span(100, 109), Span(300, 309), Span(400, 405))
+    assert (shorter.recovered_spans, shorter.ranges_left_out) == (evicted[:2], 2)
+    none = shorter.with_ranges(0)
+    assert (none.evicted, none.recovered_spans, none.ranges_left_out) == ((), (), 7)
+    assert none.to_json()["ranges_left_out"] == 7 and none.to_json()["evicted"] == []

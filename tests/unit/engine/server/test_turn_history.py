@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 from engine_fixtures import ending_request, prompt
 
 from evoke_proxy.config import Config
+from evoke_proxy.core.model.blocks import Span
+from evoke_proxy.core.model.plan import Evict, Plan
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.feed import EventFeed
@@ -107,3 +110,23 @@ def test_the_start_of_a_turn_is_published_with_its_number() -> None:
     assert event.kind == "turn"
     assert event.facts["session"] == conversation.id
     assert (event.facts["turn"], event.facts["slot"], event.facts["evicted"]) == (1, 2, [])
+
+
+def test_the_ranges_of_a_history_are_limited() -> None:
+    """With a budget of 32768 tokens, 256 turns would keep 94 MB of ranges, and list them all."""
+    turn, conversation = turn_of(decision="evoke", budget=32768)
+    evicts = tuple(Evict(Span(20 * i, 20 * i + 10), f"s/{i}") for i in range(3000))
+    turn, feed = replace(turn, plan=Plan(evicts=evicts)), EventFeed()
+    outcome = Outcome(
+        is_finished=True, accounting=TokenAccounting.parse({"evoke": EVOKE}), first_byte_s=0.25
+    )
+    for _ in range(300):
+        record = record_end(turn, outcome, feed)
+        assert record is not None and len(record.evicted) == 256
+        assert record.ranges_left_out == 3000 - 256
+    history = list(conversation.history)
+    assert len(history) == 256 and history[-1].number == conversation.n_turns == 300
+    kept = [len(one.evicted) for one in history]
+    assert kept == [0] * 224 + [256] * 32
+    assert {len(one.evicted) + one.ranges_left_out for one in history} == {3000}
+    assert len(orjson.dumps([one.to_json() for one in history])) < 400_000
