@@ -34,6 +34,7 @@ from tenant_keys import KEYS, proxy_with_keys
 
 from evoke_proxy.adapters.llama.block_api import BlockApi, PlanCall
 from evoke_proxy.core.policy.prefetch import loading_steps
+from evoke_proxy.engine.server.session_worker import SessionWorker
 from evoke_proxy.engine.strategies.budgeted import prefetch
 from evoke_proxy.errors import PlanRefused
 
@@ -104,6 +105,36 @@ def test_a_message_recovers_nothing_after_its_draft_and_is_answered_alike(
     for untouched in ("evoke_budget_breach_total", "evoke_degraded_total"):
         assert patched_proxy.metric(untouched) == 0
     assert patched_proxy.metric("evoke_plan_failures_total") == 0
+
+
+def test_a_long_question_is_planned_in_a_thread(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its words is looked up: hundreds take longer than the event loop may be blocked."""
+    client = conversation_with_evicted_fact(patched_proxy.port, "asking")
+    run, in_thread = SessionWorker.run, list[bool]()
+
+    def recorded(self: SessionWorker, conversation: Any, long: bool, work: Any) -> Any:
+        in_thread.append(long)
+        return run(self, conversation, long, work)
+
+    monkeypatch.setattr(SessionWorker, "run", recorded)
+    assert prefetched(client)["reason"] == "" and in_thread and not any(in_thread)
+    in_thread.clear()
+    words = " ".join(f"wo{a}{b}" for a in "abcdefghi" for b in "jklmnopqr")
+    assert prefetched(client, words)["reason"] == "" and in_thread and all(in_thread)
+    in_thread.clear()
+    client.say(words)
+    assert in_thread and all(in_thread)
+
+
+def test_drafts_that_take_too_much_time_come_too_soon(
+    patched_proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = conversation_with_evicted_fact(patched_proxy.port, "greedy")
+    monkeypatch.setattr(prefetch, "_SHARE", 1e-6)
+    assert prefetched(client)["reason"] == ""
+    assert prefetched(client)["reason"] == "too_soon"
 
 
 def test_another_message_than_the_draft_is_answered(patched_proxy: RunningProxy) -> None:

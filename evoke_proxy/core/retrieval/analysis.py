@@ -103,6 +103,11 @@ class PreparedTexts:
             stem(term)  # it keeps the stems that it has computed
         return cls(analyses, vectors, query_terms)
 
+    @property
+    def n_query_terms(self) -> int:
+        """How many different terms the texts of the query have."""
+        return len(set(chain.from_iterable(self.query_terms.values())))
+
     def analysis(self, text: str, role: Role) -> TextAnalysis:
         """Return the analysis of a block's text, made now when it is not prepared."""
         prepared = self.analyses.get((text, role))

@@ -36,8 +36,8 @@ from evoke_proxy.errors import EvokeError, PlanRefused, RequestError
 _log = logging.getLogger(__name__)
 # llama-server answers between two decodes; a view for operators does not wait longer than this.
 _VIEW_TIMEOUT_S = 2.0
-# The block map of a session with more blocks is made in a thread.
-_MAX_INLINE_BLOCKS = 64
+# The block map of a session with more blocks, or with a longer question, is made in a thread.
+_MAX_INLINE_BLOCKS, _MAX_INLINE_CHARS = 64, 512
 # llama-server lists changed copies, but not deleted ones: after this time the whole list is read
 # again.
 _FULL_LIST_S = 30.0
@@ -306,7 +306,10 @@ class SessionAdmin:
                 scores = block_scores(turn.view, turn.query, turn.config)
             return block_map(layout, where, scores, session.pins, names)
 
-        is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS
+        decided = session.decided
+        is_long = len(session.layout.blocks) > _MAX_INLINE_BLOCKS or (
+            decided is not None and len(decided.query.text) > _MAX_INLINE_CHARS
+        )
         return await self._server.resources.worker.run(conversation, is_long, make)
 
     async def _locate(self, conversation: Conversation) -> tuple[RowLocations, bool]:

@@ -22,6 +22,8 @@ SWITCH_S = 0.001
 _MOST_NEW, _MOST_TOKENS = 4096, 65536
 # This many vectors are added to a session within a millisecond.
 _MOST_VECTORS = 64
+# Blocks are ranked for a query with this many terms in about 20 ms.
+_MOST_TERMS = 64
 
 
 class SessionWorker:
@@ -43,10 +45,16 @@ class SessionWorker:
             return await finished(run_in(SESSIONS, work))
 
 
-def is_long(n_tokens: int, n_shared: int, n_vectors: int) -> bool:
+def is_long(n_tokens: int, n_shared: int, n_vectors: int, n_terms: int) -> bool:
     """Whether planning a prompt takes too long for the event loop.
 
-    `n_shared` tokens are those of the previous prompt; `n_vectors` are added to the session.
+    `n_shared` tokens are those of the previous prompt; `n_vectors` are added to the session. Its
+    blocks are ranked for a query with `n_terms` different terms; 0 when they are not ranked.
     """
     many = n_tokens - n_shared > _MOST_NEW or n_tokens > _MOST_TOKENS
-    return many or n_vectors > _MOST_VECTORS
+    return many or n_vectors > _MOST_VECTORS or has_many_terms(n_terms)
+
+
+def has_many_terms(n_terms: int) -> bool:
+    """Whether ranking blocks for a query with so many terms takes too long for the event loop."""
+    return n_terms > _MOST_TERMS

@@ -30,6 +30,7 @@ from evoke_proxy.engine.embedding.block_vectors import BlockVectors, MoreWork, P
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.session_worker import has_many_terms
 from evoke_proxy.engine.server.strategy import ServerResources
 
 _log = logging.getLogger(__name__)
@@ -164,7 +165,8 @@ class EarlyPlan(MoreWork):
         slot = self._server.slots.pool.slot_of(conversation.id)
         if request.previous is None or self._last is None or slot is None:
             return
-        if conversation.worker_lock.locked():
+        # What takes long runs in a thread once the whole prompt is rendered.
+        if conversation.worker_lock.locked() or has_many_terms(prepared.texts.n_query_terms):
             return
         n_messages = len(self._last.messages)
         expected = request.previous.followed_by(last, n_messages, self._last.n_before)

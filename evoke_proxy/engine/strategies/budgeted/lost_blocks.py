@@ -42,7 +42,7 @@ class LostBlocks:
             return None
         find = partial(turn.conversation.session.lost_block_steps, started)
         n_tokens = len(started.rendered.tokens)
-        long = is_long(n_tokens, n_tokens, 0)
+        long = is_long(n_tokens, n_tokens, 0, turn.texts.n_query_terms)
         steps = await self._server.worker.run(turn.conversation, long, find)
         if not steps:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.session_worker import is_long
+from evoke_proxy.engine.server.session_worker import has_many_terms, is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober
@@ -315,6 +316,7 @@ class Planner:
         """
         started, plan = decision.turn, decision.plan
         takes_long = is_large(turn.body) or quotes_past(started.config)
+        takes_long |= has_many_terms(turn.texts.n_query_terms)
         quoting = partial(quote, turn, started)
         quoted = await self._worker.run(turn.conversation, takes_long, quoting)
         if quoted is None:
@@ -358,12 +360,14 @@ class Planner:
         n_slot_cells = self._server.monitor.server.n_slot_cells
 
         def work() -> Decision:
+            began = time.thread_time()
             session.index.prepare(turn.texts)
             session.add_vectors(stacked(vectors))
             started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
             if turn.query.vectors:
                 self._vectors.embed_missing(session, started.view.blocks)
-            return Decision(started, session.plan(started))
+            plan = session.plan(started)
+            return Decision(started, plan, took_s=time.thread_time() - began)
 
         n_vectors = len(vectors) + self._vectors.n_missing(session)
         return await self._compute(turn, work, n_vectors)
@@ -376,7 +380,8 @@ class Planner:
     async def _compute(self, turn: RenderedTurn, work: Callable[[], T], n_vectors: int = 0) -> T:
         """The result of `work`, which changes the session; in a thread when that takes long."""
         n_shared = common_prefix(turn.conversation.session.tokens, turn.rendered.tokens)
-        long = is_long(len(turn.rendered.tokens), n_shared, n_vectors)
+        n_terms = turn.texts.n_query_terms
+        long = is_long(len(turn.rendered.tokens), n_shared, n_vectors, n_terms)
         # All of the removed text is compared when a prompt does not continue the previous one.
         session = turn.conversation.session
         long |= quotes_past(session.config) and n_shared < session.layout.generation

@@ -39,10 +39,36 @@ _log = logging.getLogger(__name__)
 _MAX_RUNNING, _MAX_OF_TENANT = 8, 2
 # Seconds between two calls for one conversation.
 _MIN_INTERVAL_S = 0.25
+# A client whose drafts take longer to plan than this share of the time, after _SAVED_S seconds of
+# which it may use this share at once, is told that its calls come too soon.
+_SHARE, _SAVED_S = 0.5, 1.0
 # Seconds that a call waits for the copying of blocks after a reply, and between two checks of it.
 _COPYING_S, _POLL_S = 2.0, 0.02
 # Seconds that rendering and ranking may take, and after which no further blocks are copied.
 _TIME_LIMIT_S = 10.0
+
+
+class TimeShares:
+    """Limits the processor time that the drafts of each tenant take to a share of the time."""
+
+    def __init__(self) -> None:
+        # By tenant: when it has had the time that its share is.
+        self._paid_at: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """How many tenants have used time lately."""
+        return len(self._paid_at)
+
+    def has_time(self, tenant: str, now: float) -> bool:
+        """Whether another draft of a tenant may be planned."""
+        return self._paid_at.get(tenant, now) <= now
+
+    def take(self, tenant: str, seconds: float, now: float) -> None:
+        """Record that a draft of a tenant has taken so many seconds."""
+        saved_since = now - _SAVED_S
+        paid_at = max(self._paid_at.get(tenant, saved_since), saved_since)
+        self._paid_at = {t: at for t, at in self._paid_at.items() if at > saved_since}
+        self._paid_at[tenant] = paid_at + seconds / _SHARE
 
 
 class Prefetcher:
@@ -61,6 +87,7 @@ class Prefetcher:
         self._vectors = vectors
         # Running calls by tenant.
         self._running: Counter[str] = Counter()
+        self._shares = TimeShares()
         # When the latest call for a conversation was accepted, event loop time.
         self._latest: WeakKeyDictionary[Conversation, float] = WeakKeyDictionary()
 
@@ -71,6 +98,8 @@ class Prefetcher:
         running = self._running
         if running.total() >= _MAX_RUNNING or running[draft.tenant] >= _MAX_OF_TENANT:
             return PrefetchResult(reason="too_many")
+        if not self._shares.has_time(draft.tenant, _now()):
+            return PrefetchResult(reason="too_soon")
         with self._counted(draft.tenant):
             until = _now() + _TIME_LIMIT_S
             try:
@@ -128,6 +157,7 @@ class Prefetcher:
             return PrefetchResult(reason=obstacle)
         with conversation.using():
             decision = await self._planner.plan_draft(turn)
+        self._shares.take(draft.tenant, decision.took_s, _now())
         started, plan = decision.turn, decision.plan
         if plan.adopt is not None:
             return PrefetchResult(reason="not_in_slot")

@@ -144,7 +144,7 @@ class Reanchoring:
         if not is_own or not saves_evicted(config) or rendered.media or has_adapters:
             return MovedText()
         n_shared = common_prefix(session.tokens, rendered.tokens)
-        long = is_long(len(rendered.tokens), n_shared, 0)
+        long = is_long(len(rendered.tokens), n_shared, 0, 0)
         find = partial(session.moved_text, rendered, view, turn.chat)
         return await self._server.worker.run(conversation, long, find)
 

@@ -70,11 +70,13 @@ class Decision:
         plan: The plan for it, which has not run.
         quoted: The request with the text that it needs in its last message; None without such text.
             `turn` is that of this request then.
+        took_s: Processor seconds that beginning the turn and planning it took.
     """
 
     turn: Turn
     plan: Plan
     quoted: QuotedRequest | None = None
+    took_s: float = 0.0
 
 
 class JobLease(Protocol):

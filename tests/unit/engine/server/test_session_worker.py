@@ -73,5 +73,6 @@ def test_a_cancelled_computation_ends_before_its_conversation_is_unlocked() -> N
 def test_a_short_computation_is_not_run_in_a_thread() -> None:
     conversation_, own_thread = conversation(), threading.get_ident()
     assert asyncio.run(SessionWorker().run(conversation_, False, threading.get_ident)) == own_thread
-    assert not is_long(32768, 32000, 8)
-    assert is_long(32768, 0, 0) and is_long(32768, 32000, 1000) and is_long(131072, 131000, 0)
+    assert not is_long(32768, 32000, 8, 40)
+    assert is_long(32768, 0, 0, 0) and is_long(32768, 32000, 1000, 0)
+    assert is_long(131072, 131000, 0, 0) and is_long(500, 400, 0, 200)

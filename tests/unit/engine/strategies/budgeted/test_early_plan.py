@@ -24,6 +24,7 @@ from evoke_proxy.core.policy.turn import Turn
 from evoke_proxy.core.prompt.rendered import Rendered, SlotView
 from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.request.messages import LazyMessages
+from evoke_proxy.core.retrieval.analysis import PreparedTexts
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.servers.slot_pool import SlotPool
 from evoke_proxy.core.session.accounting import TokenAccounting
@@ -172,7 +173,8 @@ async def planned(
     vectors = BlockVectors(WordsOnly(), Conversations(CONFIG, 9))  # type: ignore[arg-type]
     early = EarlyPlan(server, vectors, server, request)  # type: ignore[arg-type]
     early.start(conversation)
-    prepared = PreparedQuery(query=query_of(request.chat))
+    query = query_of(request.chat)
+    prepared = PreparedQuery(query=query, texts=PreparedTexts.of((), {}, query))
     if late:
         asyncio.get_running_loop().call_later(server.delay_s / 2, early.stop)
     await early.finish(prepared, RequestTrace(0.0))
@@ -540,6 +542,19 @@ def test_another_running_request_is_not_delayed() -> None:
     server.slots.pool.request("another", "", 0.0)
     asyncio.run(planned(server, conversation, request_of(LONGER, previous)))
     assert server.calls == []
+
+
+@pytest.mark.parametrize(("n_words", "is_early"), [(40, True), (100, False)])
+def test_a_question_of_many_words_does_not_block_the_event_loop(
+    n_words: int, is_early: bool
+) -> None:
+    conversation, previous, slot = finished_turn()
+    words = " ".join(f"word{i}" for i in range(n_words))
+    messages = [*STORY, QUESTION, ANSWER, {"role": "user", "content": f"Where is {words}?"}]
+    server = Server(slot)
+    prepared = asyncio.run(planned(server, conversation, request_of(messages, previous)))
+    assert (conversation.session._expected is not None) == is_early
+    assert begun(conversation, messages, slot, prepared).query is prepared.query
 
 
 def test_after_two_unexpected_turns_only_some_are_expected() -> None:
