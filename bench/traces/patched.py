@@ -282,7 +282,7 @@ class PatchedServer:
         """Replaces `LlamaClient.call`."""
         data = _body_of(body)
         if target in ("/completion", "/v1/models"):  # the models once, before the first request
-            return await self._prefill(orjson.loads(data)) if data else {"data": []}
+            return await self._prefill(orjson.loads(data)) if body else {"data": []}
         self._n_copied = self._n_read = 0
         try:
             answer = self._answer(target, data)
