@@ -24,7 +24,6 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/server/prefill_progress.py": "proxy/test_stream_keepalive.py",
     "engine/strategies/budgeted/lost_blocks.py": "proxy/test_lost_blocks.py",
     "engine/strategies/budgeted/planner.py": "proxy/test_budget.py",
-    "engine/strategies/budgeted/prefetch.py": "proxy/test_prefetch.py",
     "engine/strategies/budgeted/shared_prefixes.py": "proxy/test_shared_prefixes.py",
     "engine/strategies/budgeted/shared_states.py": "proxy/test_shared_states.py",
     "engine/strategies/budgeted/write_back.py": "proxy/test_writeback.py",
