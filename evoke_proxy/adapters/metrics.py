@@ -388,10 +388,11 @@ class Metrics:
         self.clients_dropped = self._counter(
             "evoke_clients_dropped",
             "Clients that the proxy disconnected, by reason: slow to send a body or to read an"
-            " answer, too many connections, or too many pipelined requests.",
+            " answer, too many connections, too many pipelined requests, or a body in too many"
+            " small chunks.",
             "reason",
         )
-        for reason in ("slow_body", "slow_reader", "connections", "pipelining"):
+        for reason in ("slow_body", "slow_reader", "connections", "pipelining", "small_chunks"):
             self.clients_dropped.labels(reason=reason)
         self.budget_in_force = self._gauge(
             "evoke_budget_in_force",

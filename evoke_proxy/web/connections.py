@@ -10,6 +10,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web, web_protocol
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
+from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler, _ErrInfo
 
 from evoke_proxy.adapters.metrics import Metrics
@@ -17,6 +18,7 @@ from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request import request_head
 from evoke_proxy.errors import MethodRefused, RequestError
 from evoke_proxy.web import error_responses
+from evoke_proxy.web.parse_queue import ParseQueue
 from evoke_proxy.web.turn_queue import TurnQueue
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -29,6 +31,17 @@ web_protocol.MAX_MSG_QUEUE_SIZE = 2
 # then closed after the current answer.
 _MAX_UNPARSED_BYTES = 65536
 _MAX_PAUSE_S = 1.0
+# Bytes with more line ends than this are parsed in pieces, in the turn of the connection: the
+# parser works for each chunk of a body, which has two line ends, and for each header.
+_LINES_AT_ONCE = 512
+_PIECE_BYTES = 4096
+# What a chunked body may have in bytes that are not its content (sizes and ends of chunks): these,
+# and a part of its content. A body in chunks of 64 bytes or more has fewer.
+_FRAMING_BYTES = 32768
+_FRAMING_PART = 10
+# Bytes of a refused body that are read after the answer, so that a client that reads the answer
+# only when it has sent its body gets it. After these the connection waits, unread, for its end.
+_DISCARDED_BYTES = 16 * 2**20
 # The prefix length of an IPv6 network that belongs to one client.
 _V6_PREFIX = 64
 
@@ -87,13 +100,25 @@ class ClientConnection(RequestHandler):
 
     The socket is read while a request is answered, so that a disconnected client is noticed at
     once. What the client sends meanwhile is kept for later, up to a limit.
+
+    What takes long to parse is parsed in pieces, which wait in `queue` for their turn; meanwhile
+    the socket is not read. A body in too many small chunks is refused.
     """
 
-    def __init__(self, manager: web.Server, limits: LimitsConfig, metrics: Metrics, **options: Any):
+    def __init__(
+        self,
+        manager: web.Server,
+        queue: ParseQueue,
+        limits: LimitsConfig,
+        metrics: Metrics,
+        **options: Any,
+    ):
         super().__init__(manager, **options)
+        self._queue = queue
         self._limits = limits
         self._dropped = metrics.clients_dropped.labels(reason="slow_reader")
         self._dropped_pipelines = metrics.clients_dropped.labels(reason="pipelining")
+        self._dropped_chunks = metrics.clients_dropped.labels(reason="small_chunks")
         self._socket: asyncio.Transport | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
@@ -102,6 +127,17 @@ class ClientConnection(RequestHandler):
         # Bytes that are parsed later, while aiohttp has paused reading; None when it has not.
         self._unparsed: bytearray | None = None
         self._pause_timer: asyncio.TimerHandle | None = None
+        # Bytes whose pieces are parsed next; while there are any, the socket is not read.
+        self._rest = b""
+        self._is_queued = False
+        self._is_resuming = False
+        # The body that is arriving, and how many bytes of the connection it has had so far.
+        self._arriving: StreamReader | None = None
+        self._arrived_bytes = 0
+        # The body of the latest request that was answered.
+        self._answered: StreamReader | None = None
+        # Bytes that have arrived after the last answer.
+        self._discarded_bytes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -145,7 +181,8 @@ class ClientConnection(RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._cancel_timer()
         self._socket = None
-        self._unparsed = None
+        self._unparsed = self._arriving = self._answered = None
+        self._rest = b""
         self._cancel_pause()
         super().connection_lost(exc)
 
@@ -160,17 +197,56 @@ class ClientConnection(RequestHandler):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._unparsed is None or not data:
-            self._parse(data)
+        if self._close and self._current_request is None:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _DISCARDED_BYTES:
+                super()._pause_transport_reading()
+        elif self._unparsed is None or not data:
+            self._parse_in_turn(data)
         elif self._close or self._force_close:
             self._unparsed.clear()
         else:
-            self._unparsed += data
-            if self._is_receiving_body:
-                super()._pause_transport_reading()
-            elif len(self._unparsed) > _MAX_UNPARSED_BYTES and self._pause_timer is None:
-                super()._pause_transport_reading()
-                self._time_pause()
+            self._keep(data)
+
+    def _keep(self, data: bytes) -> None:
+        """Keep bytes until aiohttp resumes parsing; stop reading above a limit."""
+        assert self._unparsed is not None
+        self._unparsed += data
+        if self._is_receiving_body:
+            super()._pause_transport_reading()
+        elif len(self._unparsed) > _MAX_UNPARSED_BYTES and self._pause_timer is None:
+            super()._pause_transport_reading()
+            self._time_pause()
+
+    def _parse_in_turn(self, data: bytes) -> None:
+        """Parse at once what takes little time, and the rest in pieces later."""
+        if data.count(b"\n") <= _LINES_AT_ONCE:
+            self._parse(data)
+        else:
+            self._rest = data
+            super()._pause_transport_reading()
+            self._enqueue()
+
+    def _enqueue(self) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            self._queue.add(self.peer, self._parse_piece)
+
+    def _parse_piece(self) -> None:
+        """Parse the next piece of the rest, unless aiohttp has paused; it enqueues when resumed."""
+        self._is_queued = False
+        if self._close or self._force_close:
+            self._rest = b""
+        elif self._rest and not (self._reading_paused or self._buffer_paused):
+            piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
+            self._parse(piece)
+        if self._rest and self._unparsed is not None:
+            # Like what arrives from now on, which the socket is read for again.
+            rest, self._rest = self._rest, b""
+            super()._resume_transport_reading()
+            self._keep(rest)
+        elif not (self._reading_paused or self._buffer_paused):
+            self._resume_transport_reading()
 
     def _time_pause(self) -> None:
         self._pause_timer = self._loop.call_later(
@@ -208,10 +284,26 @@ class ClientConnection(RequestHandler):
             self._unparsed = bytearray()
 
     def _resume_transport_reading(self) -> None:
-        if self._unparsed is None:
+        if self._unparsed is None and self._rest:
+            self._enqueue()
+        elif self._unparsed is None:
             super()._resume_transport_reading()
         else:  # later: aiohttp may call this while it parses
             self._loop.call_soon(self._parse_kept)
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # aiohttp calls this for each chunk that is read, also when reading is not paused. Then it
+        # is for requests that the parser has kept: once is enough for all chunks read at once.
+        if self._reading_paused or not resume_parser:
+            super().resume_reading(resume_parser)
+        elif not self._is_resuming:
+            self._is_resuming = True
+            self._loop.call_soon(self._resume_parser)
+
+    def _resume_parser(self) -> None:
+        self._is_resuming = False
+        if self._socket is not None and not (self._reading_paused or self._buffer_paused):
+            super().resume_reading()
 
     def _parse_kept(self) -> None:
         if self._unparsed is None or self._reading_paused or self._buffer_paused:
@@ -219,8 +311,8 @@ class ClientConnection(RequestHandler):
         unparsed, self._unparsed = self._unparsed, None
         self._cancel_pause()
         if unparsed:
-            self._parse(bytes(unparsed))
-        if not (self._reading_paused or self._buffer_paused):
+            self._parse_in_turn(bytes(unparsed))
+        if not (self._rest or self._reading_paused or self._buffer_paused):
             super()._resume_transport_reading()
 
     def _parse(self, data: bytes) -> None:
@@ -230,6 +322,9 @@ class ClientConnection(RequestHandler):
             if started:
                 self._request_line = (started[1], started[2])
         super().data_received(data)
+        if self._upgraded and self._payload_parser is None and not self._buffer_paused:
+            self._pause_reading_for_buffer()  # until the request is answered, since none upgrades
+        self._check_chunks(len(data))
         # aiohttp treats bytes that it cannot parse as another request, after the current one. When
         # they belong to the body of the current request, that body would never end.
         request = self._current_request
@@ -239,6 +334,40 @@ class ClientConnection(RequestHandler):
                 request.content.feed_eof()
                 self._messages.pop()
                 self.close()  # after the answer to the current request
+
+    def _check_chunks(self, n_bytes: int) -> None:
+        """Refuse the arriving body when it consists of too many small chunks.
+
+        `n_bytes` have been parsed since the latest call.
+        """
+        body = self._messages[-1][1] if self._messages else self._arriving
+        if body is None or body.is_eof():
+            self._arriving = None
+            return
+        if body is not self._arriving:
+            self._arriving, self._arrived_bytes = body, body.total_bytes
+            return
+        self._arrived_bytes += n_bytes
+        # When aiohttp has paused, some of these bytes are not parsed yet.
+        if self._reading_paused or self._close:
+            return
+        content = body.total_bytes
+        if self._arrived_bytes - content > _FRAMING_BYTES + content // _FRAMING_PART:
+            self._dropped_chunks.inc()
+            self.logger.info("a request body is refused: its chunks are too small")
+            self.close()  # after the answer; until then, what arrives is discarded
+            if body is not self._answered:
+                body.set_exception(RequestError("the chunks of the request body are too small"))
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        # Without the error aiohttp waits for the end of a refused body, for a limited time, before
+        # it closes the connection: closing it with unread input could take the answer away.
+        self._answered = request.content
+        if request.content is self._arriving:
+            request.content._exception = None
+        return await super().finish_response(request, resp, start_time)
 
     def handle_error(
         self,
@@ -297,6 +426,7 @@ class ClientServer(web.Server):
     def __init__(self, made: web.Server, limits: LimitsConfig, metrics: Metrics) -> None:
         """Use the options of `made`, a server that has served no connection."""
         self._turns = TurnQueue()
+        self._pieces = ParseQueue()
         self._handle = made.request_handler
         super().__init__(
             self._handle_in_turn,
@@ -310,13 +440,19 @@ class ClientServer(web.Server):
 
     async def _handle_in_turn(self, request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
-        peer = connection.peer if isinstance(connection, ClientConnection) else ""
+        peer = ""
+        if isinstance(connection, ClientConnection):
+            peer = connection.peer
+            # The parser counts a request whose body arrived after it had begun as one that waits.
+            # Then it keeps what follows, and aiohttp resumes it only when bodies are read.
+            connection.resume_reading()
         await self._turns.wait(peer)
         return await self._handle(request)
 
     def __call__(self) -> RequestHandler:
         return ClientConnection(
             self,
+            self._pieces,
             self._limits,
             self._metrics,
             loop=self._loop,
