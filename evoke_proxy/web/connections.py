@@ -206,15 +206,14 @@ class ClientConnection(RequestHandler):
         elif self._close or self._force_close:
             self._unparsed.clear()
         else:
-            self._keep(data)
+            self._keep(self._unparsed, data)
 
-    def _keep(self, data: bytes) -> None:
+    def _keep(self, unparsed: bytearray, data: bytes) -> None:
         """Keep bytes until aiohttp resumes parsing; stop reading above a limit."""
-        assert self._unparsed is not None
-        self._unparsed += data
+        unparsed += data
         if self._is_receiving_body:
             super()._pause_transport_reading()
-        elif len(self._unparsed) > _MAX_UNPARSED_BYTES and self._pause_timer is None:
+        elif len(unparsed) > _MAX_UNPARSED_BYTES and self._pause_timer is None:
             super()._pause_transport_reading()
             self._time_pause()
 
@@ -244,7 +243,7 @@ class ClientConnection(RequestHandler):
             # Like what arrives from now on, which the socket is read for again.
             rest, self._rest = self._rest, b""
             super()._resume_transport_reading()
-            self._keep(rest)
+            self._keep(self._unparsed, rest)
         elif not (self._reading_paused or self._buffer_paused):
             self._resume_transport_reading()
 

@@ -111,7 +111,8 @@ def test_a_connection_parses_two_requests_ahead_and_answers_all() -> None:
     _run(test)
 
 
-@pytest.mark.parametrize("seed", range(100))
+# With 110 and 417 aiohttp's parser keeps a request back that no event of its own makes it parse.
+@pytest.mark.parametrize("seed", [*range(20), 110, 417])
 def test_requests_are_answered_in_their_order_however_they_arrive(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.choice([0, 1, 100, 1800]) for _ in range(rng.randint(1, 30))]
