@@ -21,11 +21,19 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 TRACEPARENT: Final = "traceparent"
-PROPAGATED: Final = (TRACEPARENT, "tracestate")
+TRACESTATE: Final = "tracestate"
+PROPAGATED: Final = (TRACEPARENT, TRACESTATE)
 # Version, trace id, id of the parent, flags: https://www.w3.org/TR/trace-context
 _TRACEPARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
 )
+# An entry of a `tracestate`: the id of a tracing system, which may follow that of a tenant, and its
+# value. A header has at most 32 entries.
+_ENTRY = re.compile(
+    r"(?:[a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
+    r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
+_MAX_ENTRIES = 32
 # Attributes of the span of a request that have a name in the conventions of OpenTelemetry.
 _CONVENTIONS = {"method": "http.request.method", "status": "http.response.status_code"}
 
@@ -40,6 +48,12 @@ def trace_id_of(traceparent: str) -> str:
     """Return the trace id in the value of a `traceparent` header; "" if it is not valid."""
     found = _TRACEPARENT.match(traceparent[:512])
     return found[1] if found else ""
+
+
+def is_tracestate(value: str) -> bool:
+    """Whether the value of a `tracestate` header is valid."""
+    entries = [one for entry in value.split(",") if (one := entry.strip(" \t"))]
+    return len(entries) <= _MAX_ENTRIES and all(map(_ENTRY.fullmatch, entries))
 
 
 class RequestSpan:
@@ -102,8 +116,11 @@ class Tracing:
     def begin(self, path: str, parent: Mapping[str, str]) -> RequestSpan:
         """Begin the span of a request.
 
-        `parent` has the values of those headers in PROPAGATED that the request has.
+        `parent` has the values of those headers in PROPAGATED that the request has. An invalid
+        `tracestate` is not used: OpenTelemetry would log it as it is.
         """
+        if not is_tracestate(parent.get(TRACESTATE, "")):
+            parent = {name: value for name, value in parent.items() if name != TRACESTATE}
         span = self._tracer.start_span(
             f"POST {path}",
             context=self._propagator.extract(parent),

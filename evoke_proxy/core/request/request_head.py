@@ -22,8 +22,9 @@ MAX_HEADERS: Final = 90
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _STANDARD_UNSUPPORTED = frozenset(("CONNECT", "TRACE"))
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-# Control characters, and bytes that are not UTF-8, which aiohttp would drop silently.
-_FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+# Control characters and the line separators of Unicode, with which a header that is logged would
+# forge lines, and bytes that are not UTF-8, which aiohttp would drop silently.
+_FORBIDDEN = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 _FORBIDDEN_IN_TARGET = re.compile("[\x00-\x20\x7f\ud800-\udfff]")
 # The HTTP parsers accept any number of leading zeros; the interpreter converts only 4,300 digits.
