@@ -17,7 +17,7 @@ from evoke_proxy.web import admin_api, page_files, relay
 from evoke_proxy.web.active_requests import ACTIVE_REQUESTS
 from evoke_proxy.web.admin_api import json_answer, require_same_site
 from evoke_proxy.web.endpoints import PREFETCH_PATH
-from evoke_proxy.web.operator_access import admit, is_operator
+from evoke_proxy.web.operator_access import OPERATOR_ACCESS, admit, is_operator
 from evoke_proxy.web.prefetch import answer_prefetch
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -37,7 +37,11 @@ def routes(engine: ProxyGateway) -> list[web.RouteDef]:
     async def ready(request: web.Request) -> web.StreamResponse:
         return await readiness.answer(request)
 
-    async def metrics(_: web.Request) -> web.StreamResponse:
+    async def metrics(request: web.Request) -> web.StreamResponse:
+        access = request.app[OPERATOR_ACCESS]
+        if access.serves_admin(request):
+            require_same_site(request)
+            access.check_scrape(request)
         upstream = await upstream_metrics.scrape()
         headers = relay.end_to_end_headers(upstream.headers)
         headers["Content-Type"] = _EXPOSITION

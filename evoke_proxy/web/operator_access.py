@@ -22,6 +22,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 # Characters that end the host in a URL, or precede it.
 _NO_HOST = frozenset("@/?#\\")
+# The ends of names that no site on the internet has: of services, of machines of a local network.
+_LOCAL_NAMES = (".svc", ".local", ".internal", ".localhost", ".home.arpa")
 
 
 class OperatorAccess:
@@ -51,21 +53,42 @@ class OperatorAccess:
         Raises Forbidden at another address or for the page of another site, and Unauthenticated
         without the token.
         """
-        if self._addresses is not None and not self._is_at_admin_address(request):
+        if not self.serves_admin(request):
             raise Forbidden(
                 "the admin API is served only at the address that security.admin_listen names; the"
                 " proxy prints that address when it starts"
             )
         if not self._token:
             _refuse_names(request)
-            return
-        # As bytes: compare_digest accepts only ASCII text.
-        keys = (key.encode("utf-8", "replace") for key in presented(request.headers))
-        if not any([hmac.compare_digest(key, self._token.encode()) for key in keys]):
+        elif not self._has_token(request):
             raise Unauthenticated(
                 "the admin token is missing or wrong: send the token of"
                 " security.admin_token_file as Authorization: Bearer"
             )
+
+    def check_scrape(self, request: web.Request) -> None:
+        """Return when the request may read the metrics of an admin address, also without a token.
+
+        Raises Forbidden when the page of another site may have made it. With a token the names of
+        containers and services are accepted, too, and with the token in the request every name.
+        """
+        if not self._token:
+            _refuse_names(request)
+        elif not (self._has_token(request) or _is_local(_host_of(request))):
+            raise Forbidden(
+                "the host must be an IP address, localhost, a name without a dot, or one that ends"
+                f" in {', '.join(_LOCAL_NAMES)}; under other names send the token of"
+                " security.admin_token_file as Authorization: Bearer"
+            )
+
+    def serves_admin(self, request: web.Request) -> bool:
+        """Whether a request has arrived at an address that serves the admin API."""
+        return self._addresses is None or self._is_at_admin_address(request)
+
+    def _has_token(self, request: web.Request) -> bool:
+        # As bytes: compare_digest accepts only ASCII text.
+        keys = (key.encode("utf-8", "replace") for key in presented(request.headers))
+        return any([hmac.compare_digest(key, self._token.encode()) for key in keys])
 
     def _is_at_admin_address(self, request: web.Request) -> bool:
         addresses = self._addresses or frozenset()
@@ -133,15 +156,30 @@ def _refuse_names(request: web.Request) -> None:
     This prevents DNS rebinding: the page of another site can make a browser send requests to this
     address under the host name of that site, but not under an IP address.
     """
-    host = ""
+    if not _is_address(_host_of(request)):
+        message = "without security.admin_token_file the host must be an IP address or localhost"
+        raise Forbidden(message)
+
+
+def _host_of(request: web.Request) -> str:
+    """The host that a request is for, without its port; empty when it is malformed."""
     try:
         if _NO_HOST.intersection(request.host):
-            raise ValueError("not a host and a port")
-        host = urlsplit(f"//{request.host}").hostname or ""
+            return ""
+        return urlsplit(f"//{request.host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    """Whether a host is an IP address, or localhost."""
+    try:
         ipaddress.ip_address(host)
     except ValueError:
-        if host != "localhost":
-            message = (
-                "without security.admin_token_file the host must be an IP address or localhost"
-            )
-            raise Forbidden(message) from None
+        return host == "localhost"
+    return True
+
+
+def _is_local(host: str) -> bool:
+    """Whether a host is an address, or has a name that no site on the internet can have."""
+    return bool(host) and ("." not in host or _is_address(host) or host.endswith(_LOCAL_NAMES))

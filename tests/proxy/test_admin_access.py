@@ -102,9 +102,16 @@ def test_the_client_address_has_no_admin_and_the_admin_address_no_llama_server(
             )
         # A page of another site whose host name resolves to this address.
         for host in ("evil.example", "evil.example@127.0.0.1", "127.0.0.1#a", "127.0.0.1/a"):
-            assert _status(admin, "/evoke/sessions", {"Host": host}) == 403
+            for path in ("/evoke/sessions", "/metrics"):
+                assert _status(admin, path, {"Host": host}) == 403
         for host in ("localhost:1", "[::1]", "127.0.0.1"):
-            assert _status(admin, "/evoke/sessions", {"Host": host}) == 200
+            for path in ("/evoke/sessions", "/metrics"):
+                assert _status(admin, path, {"Host": host}) == 200
+        for site in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}):
+            for path in ("/evoke/sessions", "/metrics"):
+                assert _status(admin, path, site) == 403
+        # The metrics of this address are read under any name, like llama-server's paths.
+        assert _status(clients, "/metrics", {"Host": "evoke.example"}) == 200
 
 
 def test_keys_and_the_admin_token_open_their_own_paths_only(upstream: int, tmp_path: Path) -> None:
@@ -125,7 +132,10 @@ def test_keys_and_the_admin_token_open_their_own_paths_only(upstream: int, tmp_p
         assert _status(clients, "/v1/models", bearer[KEY]) == 200
         assert _status(clients, "/v1/models", bearer[TOKEN]) == 401
         assert _status(clients, "/metrics", bearer[KEY]) == 403
-        assert _status(admin, "/metrics") == 200
+        assert _status(admin, "/metrics") == _status(admin, "/metrics", {"Host": "proxy:1"}) == 200
+        site = {"Host": "evil.example"}
+        assert _status(admin, "/metrics", site) == 403
+        assert _status(admin, "/metrics", site | bearer[TOKEN]) == 200
         output = _check_config(settings)
     assert "keys      1 of 1 tenants\n" in output and "with a token\n" in output
 

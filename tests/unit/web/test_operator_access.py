@@ -58,6 +58,42 @@ def test_without_a_token_the_host_name_of_a_site_is_refused(host: str) -> None:
         OperatorAccess(Config()).admit(request(host=host))
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1:1", "localhost", "10.1.2.3:18090", "[::1]", "proxy:18090"),
+        *("evoke-0.evoke.default.svc:1", "evoke.default.svc.cluster.local", "gpu.internal:18090"),
+    ],
+)
+def test_metrics_need_no_token_under_addresses_and_local_names(
+    with_token: OperatorAccess, host: str
+) -> None:
+    with_token.check_scrape(request(host=host))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "svc.evil.example", "evil.example#.svc", "proxy@evil.example", "", "a["],
+)
+def test_metrics_under_the_name_of_a_site_need_the_token(
+    with_token: OperatorAccess, host: str
+) -> None:
+    with pytest.raises(Forbidden, match="the host must be"):
+        with_token.check_scrape(request(host=host))
+    with pytest.raises(Forbidden, match="the host must be"):
+        with_token.check_scrape(request(host=host, key=TOKEN[:-1]))
+    with_token.check_scrape(request(host=host, key=TOKEN))
+    with pytest.raises(Forbidden, match="the host must be"):
+        OperatorAccess(Config()).check_scrape(request(host=host))
+
+
+def test_without_a_token_metrics_have_the_host_of_the_admin_api() -> None:
+    for host in ("127.0.0.1:1", "localhost"):
+        OperatorAccess(Config()).check_scrape(request(host=host))
+    with pytest.raises(Forbidden):
+        OperatorAccess(Config()).check_scrape(request(host="proxy:18090"))
+
+
 def test_other_addresses_do_not_serve_the_admin_api(with_token: OperatorAccess) -> None:
     with_token.set_addresses([ADMIN])
     with_token.admit(request(ADMIN, key=TOKEN))
