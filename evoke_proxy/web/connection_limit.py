@@ -9,6 +9,7 @@ file descriptors for llama-server, snapshots and the admin API.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -84,7 +85,8 @@ class ConnectionLimit:
             return
         self._refused.add(transport)
         transport.write(self._refusal)
-        transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has disconnected already
+            transport.write_eof()
         # A close with unread input resets the connection, and the client would lose the answer.
         asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 

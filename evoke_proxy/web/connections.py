@@ -37,7 +37,7 @@ _LINES_AT_ONCE = 512
 _PIECE_BYTES = 4096
 # What a chunked body may have in bytes that are not its content (sizes and ends of chunks): these,
 # and a part of its content. A body in chunks of 64 bytes or more has fewer.
-_FRAMING_BYTES = 32768
+_FRAMING_BYTES = 16384
 _FRAMING_PART = 10
 # Bytes of a refused body that are read after the answer, so that a client that reads the answer
 # only when it has sent its body gets it. After these the connection waits, unread, for its end.
@@ -151,8 +151,11 @@ class ClientConnection(RequestHandler):
         socket = self._socket
         if socket is None or socket.is_closing() or self._current_request is None:
             return 0.0
-        # While the proxy does not read, the client is not the cause.
-        if self._current_request.content.is_eof() or not socket.is_reading():
+        # While the proxy does not read, the client is not the cause, except when its bytes wait to
+        # be parsed in pieces.
+        if self._current_request.content.is_eof():
+            return 0.0
+        if not (socket.is_reading() or self._is_queued):
             return 0.0
         return self._loop.time() - self._began_at
 

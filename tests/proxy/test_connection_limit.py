@@ -70,6 +70,19 @@ def test_a_flood_of_connections_is_closed_and_open_connections_continue(
         assert connections[1].recv(4096).startswith(b"HTTP/1.1 200 ")
 
 
+def test_a_refused_client_that_has_disconnected_is_no_failure(
+    echo: FakeUpstream, caplog: pytest.LogCaptureFixture
+) -> None:
+    with proxy(echo.port, limits__connections=1) as running, _open(running.port) as first:
+        assert _answer_on(first).startswith(b"HTTP/1.1 200 ")
+        running.loop.call_soon_threadsafe(time.sleep, 0.3)  # it accepts the connection afterwards
+        time.sleep(0.1)
+        _open(running.port).close()
+        until(lambda: running.metric(DROPPED, reason="connections") == 1)
+        assert _answer_on(first).startswith(b"HTTP/1.1 200 ")
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
 def _answer_on(client: socket.socket) -> bytes:
     """Send a request; returns its complete response, whose body is `ok`."""
     client.sendall(b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -204,3 +217,26 @@ def _publish_large_event(running: RunningProxy) -> int:
         return running.gateway.feed.latest
 
     return asyncio.run_coroutine_threadsafe(publish(), running.loop).result(TIMEOUT_S)
+
+
+def test_bodies_in_small_chunks_of_one_address_leave_connections_to_another(
+    echo: FakeUpstream,
+) -> None:
+    """Connections whose bytes wait to be parsed are displaced like those with slow bodies."""
+    head = SLOW.replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")[:-1]
+    with proxy(echo.port, limits__connections=8) as running, contextlib.ExitStack() as stack:
+        other = stack.enter_context(socket.socket())
+        other.settimeout(TIMEOUT_S)
+        other.bind(("127.0.0.2", 0))
+        many = [stack.enter_context(_open(running.port)) for _ in range(8)]
+        for number, client in enumerate(many, 1):
+            client.sendall(head)
+            until(lambda n=number: running.gateway.metrics.in_flight._value.get() == n)  # type: ignore[misc]
+        # 64 bytes a chunk are not refused; they are parsed for longer than it takes to connect.
+        running.loop.call_soon_threadsafe(time.sleep, 0.3)
+        for client in many:
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.send((b"40\r\n" + b" " * 64 + b"\r\n") * 30_000)
+        other.connect(("127.0.0.1", running.port))
+        assert _answer_on(other).startswith(b"HTTP/1.1 200 ")
