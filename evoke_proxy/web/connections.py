@@ -34,6 +34,7 @@ _MAX_PAUSE_S = 1.0
 # Bytes with more line ends than this are parsed in pieces, in the turn of the connection: the
 # parser works for each chunk of a body, which has two line ends, and for each header.
 _LINES_AT_ONCE = 512
+_LENGTH = "Content-Length"
 _PIECE_BYTES = 4096
 # What a chunked body may have in bytes that are not its content (sizes and ends of chunks): these,
 # and a part of its content. A body in chunks of 64 bytes or more has fewer.
@@ -222,12 +223,27 @@ class ClientConnection(RequestHandler):
 
     def _parse_in_turn(self, data: bytes) -> None:
         """Parse at once what takes little time, and the rest in pieces later."""
-        if data.count(b"\n") <= _LINES_AT_ONCE:
+        if len(data) <= self._n_body_left or data.count(b"\n") <= _LINES_AT_ONCE:
             self._parse(data)
         else:
             self._rest = data
             super()._pause_transport_reading()
             self._enqueue()
+
+    @property
+    def _n_body_left(self) -> int:
+        """Bytes that are left of an arriving body of known length, whose lines cost nothing."""
+        request = self._current_request
+        if self._messages:
+            message, body = self._messages[-1]
+            length = "" if isinstance(message, _ErrInfo) else message.headers.get(_LENGTH, "")
+        elif request is not None:
+            length, body = request.headers.get(_LENGTH, ""), request.content
+        else:
+            return 0
+        if body is not self._arriving or not (length.isascii() and length.isdecimal()):
+            return 0
+        return int(length) - body.total_bytes
 
     def _enqueue(self) -> None:
         if not self._is_queued:

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from . import files
+sys.path.insert(0, str(Path(__file__).parents[1]))  # pytest has it on its path
+
+from . import files  # noqa: E402
 
 
 def main() -> int:

@@ -59,6 +59,6 @@ def test_the_words_of_the_user_come_back_without_the_reminder_beside_them(
     assert states[fact.span.start] == "resident"
     after = next(each for each in blocks if each.span.start == fact.span.end)
     assert after.is_reminder and states[after.span.start] != "resident"
-    assert "CLAUDE.md" in blocks[0].aliases and blocks[0].is_reminder
+    assert "CLAUDE.md" in blocks[0].aliases
     assert states[blocks[0].span.start] == "resident"
     assert patched_proxy.metric("evoke_budget_breach_total") == 0

@@ -18,7 +18,10 @@ from fake_upstream import FakeUpstream, answer_ok, fake_upstream
 from harness import TIMEOUT_S, RunningProxy, ask, proxy
 from tenant_keys import KEYS, proxy_with_keys
 
+from evoke_proxy.web.parse_queue import ParseQueue
+
 DROPPED = "evoke_clients_dropped_total"
+JSON = {"Content-Type": "application/json"}
 N_HOSTILE = 8
 HEAD = (
     b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -166,3 +169,22 @@ def test_a_proxy_parses_pipelined_requests_after_a_body_in_pieces(echo: FakeUpst
 
     with proxy(echo.port) as running:
         assert answers(running) == n_sent
+
+
+def test_the_lines_of_a_body_of_known_length_are_parsed_at_once(
+    echo: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a body is no work for the parser, however it is indented."""
+    pieces = []
+    add = ParseQueue.add
+    monkeypatch.setattr(
+        ParseQueue, "add", lambda queue, *step: (pieces.append(step), add(queue, *step))
+    )
+    body = json.dumps(
+        {"messages": [{"role": "user", "content": "a"}], "x": [1] * 300_000}, indent=1
+    )
+    with proxy(echo.port) as running:
+        answer = ask(running.port, "POST", "/completion", body.encode(), JSON)
+    assert answer.status == 200, answer.body
+    # Only the first bytes, which come with the head, are parsed in pieces of 4 KiB.
+    assert body.count("\n") > 300_000 and len(pieces) < len(body) // 4096 // 2

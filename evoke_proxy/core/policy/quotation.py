@@ -69,7 +69,7 @@ def with_note(
     if changed == body:
         return None
     messages = list(request.messages)
-    messages[at] = replace(messages[at], text=text)
+    messages[at] = replace(messages[at], text=text, joints=())
     transcript = transcript_turns(text) if request.transcript else ()
     extended = replace(request, messages=messages, transcript=transcript)
     return QuotedRequest(changed, extended, tuple(blocks))

@@ -138,14 +138,32 @@ def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
         order = np.argsort(-points[instructions], kind="stable")
         wanted.append((instructions[order], _INSTRUCTION_SHARE))
     for name in _RULE_FILES:
-        rules = view.index.named(name, blocks, end)
+        rules = _newest_readings(view.index.named(name, blocks, end), blocks, name)
         if len(rules):
-            newest = rules[blocks.messages[rules] == blocks.messages[rules[-1]]]
-            wanted.append((newest, _RULES_SHARE))
+            wanted.append((rules, _RULES_SHARE))
     for indexes, share in wanted:
         n_before = int(blocks.lengths[stays].sum())
         _take(stays, blocks, indexes, min(int(share * capacity), n_left - n_before))
     return stays
+
+
+def _newest_readings(named: Positions, blocks: BlockTable, name: str) -> Positions:
+    """Return the blocks of the newest reading of each file of this name, the shortest path first.
+
+    `named` are all blocks with the name. The file of the whole project has the shortest path.
+    """
+    by_path = dict[str, list[int]]()
+    for i in named.tolist():
+        paths = (alias.lower() for alias in blocks[i].aliases)
+        path = max((path for path in paths if path.endswith(name)), key=len, default=name)
+        by_path.setdefault(path, []).append(i)
+    newest = [
+        i
+        for path in sorted(by_path, key=len)
+        for i in by_path[path]
+        if blocks[i].message == blocks[by_path[path][-1]].message
+    ]
+    return np.array(newest, np.int64)
 
 
 def task_blocks(view: PolicyView, room: Room, others: Mask) -> Mask:

@@ -25,8 +25,10 @@ _MAX_ALIAS, _MAX_CALLS = 1000, 32
 # Characters of text that a token, and a block at least, can have. Only a message with text that
 # the template leaves out, or with images, has more; each of its blocks would have all of it.
 _TOKEN_CHARS, _BLOCK_CHARS = 128, 4096
-# A reminder of a client with fewer tokens is a part of the blocks around it.
-_MIN_REMINDER = 16
+# What a client has added with fewer tokens is a part of the blocks around it.
+_MIN_ADDED = 16
+# Of so many contents of files with rules for agents in one message, the names are known.
+_MAX_RULES = 8
 # A chain of more maps than this is merged into one map.
 _MAX_MAPS = 16
 # The gap between two sentences or lines: white space behind the end of a sentence, a line break and
@@ -83,8 +85,8 @@ def cut(
 ) -> list[Draft]:
     """Cut [start, generation) of a prompt into blocks that leave no gap.
 
-    No block crosses the end of a message or a boundary, nor the end of a reminder that a client has
-    added, if that is the end of a line. A block ends with a sentence or line when this leaves more
+    No block crosses the end of a message or a boundary, nor the end of what a client has added to a
+    message in lines of its own. A block ends with a sentence or line when this leaves more
     than half of its maximum length. A prompt without spans is cut as one message.
     The text of a block is an estimate, see `TextAlignment`. An image or a sound is one block of any
     length, with the beginning of the text of its message.
@@ -139,7 +141,7 @@ def _pieces(
     """
     first = min(max(span.start, options.start), span.end)
     within = inside(boundaries, Span(first, span.end))
-    own = (at for item in (*text.media, *text.reminders) for at in (item.start, item.end))
+    own = (at for item in (*text.media, *text.added) for at in (item.start, item.end))
     edges = sorted({first, span.end, *outside_media(within, text.media), *own})
     edges = [edge for edge in edges if first <= edge <= span.end]
     for at, stop in zip(edges, edges[1:], strict=False):
@@ -171,22 +173,28 @@ class _MessageText:
 
     def __init__(self, message: Message, item: MessageSpan, rendered: Rendered) -> None:
         span, text = item.span, _printed(message, item.span, rendered.sentence_starts)
+        # Tags are found in the text with all line breaks.
+        elements = list(elements_of(message.printed, item.role))
+        if len(text) < len(message.printed):
+            elements = [each.without_joints(message.joints) for each in elements]
         self.media = clipped(rendered.media, span)
         self._starts = {item.start for item in self.media}
         self._media_ends = [item.end for item in self.media]
         self._media_tokens = [0, *accumulate(map(len, self.media))]
         self._text = text
-        self._elements = list(elements_of(text, item.role))
-        rules = ((each, each.rules_files(text)) for each in self._elements)
-        self._rules = [(each, files) for each, files in rules if files]
-        # The tokens of reminders that are lines of their own.
-        self.reminders: Sequence[Span] = ()
+        self._elements = elements
+        self._rules = [each for each in elements if each.rules_files][:_MAX_RULES]
+        # The tokens of what the client has added in lines of its own, and of reminders among it.
+        self.added: Sequence[Span] = ()
+        self._reminders: Sequence[Span] = ()
         if not self.media:
             self._alignment = TextAlignment(text, span, rendered.sentence_starts)
             self.sentence_starts = self._alignment.sentence_starts
-            reminders = (each for each in self._elements if each.is_reminder)
-            found = (self._alignment.lines(each.start, each.end) for each in reminders)
-            self.reminders = [each for each in found if each and len(each) >= _MIN_REMINDER]
+            added = (each for each in elements if each.is_added)
+            lines = ((each, self._alignment.lines(each.start, each.end)) for each in added)
+            found = [(each, at) for each, at in lines if at and len(at) >= _MIN_ADDED]
+            self.added = [at for _, at in found]
+            self._reminders = [at for each, at in found if each.is_reminder]
             return
         all_starts = rendered.sentence_starts
         first, last = bisect_right(all_starts, span.start), bisect_left(all_starts, span.end)
@@ -210,16 +218,18 @@ class _MessageText:
 
     def is_reminder(self, part: Span) -> bool:
         """Whether a block is a part of a reminder."""
-        at = bisect_right(self.reminders, part.start, key=lambda each: each.start) - 1
-        return at >= 0 and part.end <= self.reminders[at].end
+        at = bisect_right(self._reminders, part.start, key=lambda each: each.start) - 1
+        return at >= 0 and part.end <= self._reminders[at].end
 
     def rules_files(self, part: Span) -> Sequence[str]:
-        """The names of the files with rules for agents that a block has a part of."""
-        if not self._rules or self.media:
+        """The paths and names of the files with rules for agents that a block has a part of."""
+        if not self._rules or self.is_media(part.start):
             return ()
-        start, end = self._alignment.characters(part)
-        within = (files for each, files in self._rules if each.start < end and start < each.end)
-        return list(dict.fromkeys(chain.from_iterable(within)))
+        at = Span(self._text_position(part.start), self._text_position(part.end))
+        start, end = self._alignment.characters(at)
+        within = (each for each in self._rules if each.start < end and start < each.end)
+        paths = dict.fromkeys(chain.from_iterable(each.rules_files for each in within))
+        return list(dict.fromkeys(chain(paths, map(_basename, paths))))
 
     def is_media(self, start: int) -> bool:
         """Whether the block that begins there is an image or a sound."""

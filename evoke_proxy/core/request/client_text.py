@@ -7,51 +7,70 @@ each between two tags. Their words would rank blocks that a question has nothing
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from dataclasses import dataclass, replace
 
 from evoke_proxy.core.model.blocks import Role
 
 # Names of tags around the words of the user, as clients write them: Cline and Roo Code, Cursor and
-# Open WebUI, GitHub Copilot.
+# Open WebUI, GitHub Copilot. Others may write the second ones for what they ask about.
 _USER_TAGS = frozenset(
-    "task feedback user_message user_query user_request user-query userRequest question query"
-    " prompt".split()
+    "feedback user_message user_query user_request user-query userRequest".split()
 )
-# Names of tags around what clients add to a message, which no later question is about: in Claude
-# Code and opencode, Cline and Roo Code, Codex, Cursor, GitHub Copilot.
+_MAYBE_USER_TAGS = frozenset("task question query prompt".split())
+# Names of tags around what clients add to a message: in Claude Code and opencode, Cline and Roo
+# Code, Codex, GitHub Copilot.
 _REMINDER_TAGS = frozenset(
-    "system-reminder system_reminder reminder reminderInstructions importantReminders"
-    " environment_details environment_context environment_info env user_info workspace_info"
-    " ide_opened_file open_and_recently_viewed_files editorContext timestamp git_status"
-    " project_layout local-command-caveat recommended_plugins apps_instructions"
+    "system-reminder system_reminder reminderInstructions importantReminders environment_details"
+    " environment_context environment_info workspace_info open_and_recently_viewed_files"
+    " editorContext project_layout local-command-caveat recommended_plugins apps_instructions"
     " codex_internal_context".split()
 )
 # Names of tags around what they add as well, and what a later question may be about: files,
-# documents, the output of commands. Open WebUI has such tags, too.
+# documents, the output of commands; and names that users may write, too. Cursor and Open WebUI have
+# such tags, too.
 _CONTENT_TAGS = frozenset(
-    "local-command-stdout local-command-stderr command-name command-message command-args"
+    "reminder env user_info ide_opened_file timestamp git_status"
+    " local-command-stdout local-command-stderr command-name command-message command-args"
     " ide_selection ide_diagnostics user_instructions user_rules rules additional_data"
     " attached_files current_file attachments attachment repoContext context task-notification"
     " goal_context INSTRUCTIONS".split()
 )
 _TAGS = {
-    role: re.compile(rf"<({'|'.join(sorted(map(re.escape, names)))})(?: [^<>]{{0,200}})?>")
+    role: re.compile(
+        # At the start of a line, or directly behind another tag.
+        rf"(?:(?<=[\n>])|^)[ \t]{{0,64}}<({'|'.join(sorted(map(re.escape, names)))})"
+        r"(?: [^<>]{0,200})?>"
+    )
     for role, names in (
-        (Role.USER, _USER_TAGS | _REMINDER_TAGS | _CONTENT_TAGS),
+        (Role.USER, _USER_TAGS | _MAYBE_USER_TAGS | _REMINDER_TAGS | _CONTENT_TAGS),
         (Role.TOOL, frozenset({"system-reminder"})),
     )
 }
+# A tag ends an element at the end of a line, or directly before another tag.
+_LINE_END = re.compile(r"[ \t]{0,64}(?:[\r\n<]|\Z)")
+# More elements of one message are read like all other text.
+_MAX_ELEMENTS = 256
+# After so many tags that are not closed at the end of a line, others of their name begin nothing.
+_MAX_FAILED = 8
+# How a reminder of Claude Code or opencode begins that is about a file: a later question may be
+# about it, too. It is searched for in so many characters.
+_ABOUT_FILE = re.compile(
+    r"\b(?:contents of|instructions from|result of calling|called the \w+ tool|selected the lines"
+    r"|selected lines|was (?:modified|changed|edited|read)|opened the file)\b",
+    re.IGNORECASE,
+)
+_ABOUT_CHARS = 400
 # The lines before the contents of files with rules for agents: of Claude Code, opencode and Codex.
 # They are searched in so many characters of an addition, and of the text before it.
 _RULES_FILE = re.compile(
-    r"(?:\bcontents of|\binstructions from:?) [^\n]{0,300}?\b((?:claude|agents)\.md)\b"
+    r"(?:\bcontents of|\binstructions from:?) ([^\n]{0,300}?\b(?:claude|agents)\.md)\b"
     r"|# (agents\.md) instructions",
     re.IGNORECASE,
 )
-_RULES_CHARS, _CHARS_BEFORE = 2000, 200
+_RULES_CHARS, _CHARS_BEFORE = 1000, 200
 # Of a longer question the beginning and the end are read, which have this many characters each.
 _MAX_CHARS = 1 << 16
 
@@ -66,6 +85,8 @@ class Element:
         inner_start: Index of the first character between the tags.
         inner_end: Index after the last one.
         end: Index after the last character of the second tag.
+        is_reminder: Whether no later question is about it, so that it is not searched.
+        rules_files: Paths of the files with rules for agents that it has the contents of.
     """
 
     name: str
@@ -73,21 +94,34 @@ class Element:
     inner_start: int
     inner_end: int
     end: int
+    is_reminder: bool = False
+    rules_files: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, text: str, tag: re.Match[str], inner_end: int, end: int) -> Element:
+        """Return the element that begins with the tag `tag` of a text."""
+        name, start, inner_start = tag[1], tag.start(1) - 1, tag.end()
+        about = min(inner_start + _ABOUT_CHARS, inner_end)
+        is_reminder = name in _REMINDER_TAGS and not _ABOUT_FILE.search(text, inner_start, about)
+        rules_files: tuple[str, ...] = ()
+        if not is_reminder and name not in _USER_TAGS | _MAYBE_USER_TAGS:
+            # Codex names the file in the line before.
+            before = max(0, start - _CHARS_BEFORE) if name == "INSTRUCTIONS" else inner_start
+            last = min(inner_start + _RULES_CHARS, inner_end)
+            found = _RULES_FILE.finditer(text, before, last)
+            rules_files = tuple(dict.fromkeys(match[1] or match[2] for match in found))
+        return cls(name, start, inner_start, inner_end, end, is_reminder, rules_files)
 
     @property
-    def is_reminder(self) -> bool:
-        """Whether a client has added it, and no later question is about it."""
+    def is_added(self) -> bool:
+        """Whether a client has added it on its own, and not the user with the client's help."""
         return self.name in _REMINDER_TAGS
 
-    def rules_files(self, text: str) -> tuple[str, ...]:
-        """Return the names of files with rules for agents that it begins with; `text` has it."""
-        if self.name in _USER_TAGS:
-            return ()
-        # Codex names the file in the line before.
-        start = max(0, self.start - (_CHARS_BEFORE if self.name == "INSTRUCTIONS" else 0))
-        end = min(self.inner_start + _RULES_CHARS, self.inner_end)
-        found = (match[1] or match[2] for match in _RULES_FILE.finditer(text, start, end))
-        return tuple(dict.fromkeys(found))
+    def without_joints(self, joints: Sequence[int]) -> Element:
+        """Return it as it is in the text without the characters at these ascending indexes."""
+        old = self.start, self.inner_start, self.inner_end, self.end
+        start, inner_start, inner_end, end = (at - bisect_left(joints, at) for at in old)
+        return replace(self, start=start, inner_start=inner_start, inner_end=inner_end, end=end)
 
 
 def asked_text(text: str) -> str:
@@ -100,15 +134,20 @@ def asked_text(text: str) -> str:
     if "</" not in text:
         return text
     text = both_ends(text, _MAX_CHARS)
-    own, outside, end = list[str](), list[str](), 0
+    own, maybe, outside, end = list[str](), list[str](), list[str](), 0
     for element in elements_of(text, Role.USER):
         outside.append(text[end : element.start])
         end = element.end
+        inner = text[element.inner_start : element.inner_end].strip()
         if element.name in _USER_TAGS:
-            own.append(text[element.inner_start : element.inner_end].strip())
+            own.append(inner)
+        elif element.name in _MAYBE_USER_TAGS:
+            maybe.append(inner)
     outside.append(text[end:])
-    found = "\n".join(filter(None, own)) or "\n".join(filter(None, map(str.strip, outside)))
-    return found or text
+    for parts in (own, map(str.strip, outside), maybe):
+        if found := "\n".join(filter(None, parts)):
+            return found
+    return text
 
 
 def both_ends(text: str, chars: int) -> str:
@@ -123,37 +162,39 @@ def without_reminders(text: str, start: int, end: int, elements: Sequence[Elemen
     """
     parts, at = list[str](), start
     first = bisect_right(elements, start, key=lambda element: element.end)
-    for element in takewhile(lambda element: element.start < end, islice(elements, first, None)):
-        if element.is_reminder:
-            parts.append(text[at : max(at, element.start)])
-            at = min(element.end, end)
+    for i in range(first, bisect_left(elements, end, key=lambda element: element.start)):
+        if elements[i].is_reminder:
+            parts.append(text[at : max(at, elements[i].start)])
+            at = min(elements[i].end, end)
     own = "".join([*parts, text[at:end]])
     return (own.strip() or text[start:end]) if elements else own
 
 
 def searched_text(text: str, role: Role) -> str:
-    """Return the text of a message by which it is found: without reminders, see above."""
+    """Return the text of a message by which it is found, see `without_reminders`."""
     return without_reminders(text, 0, len(text), list(elements_of(text, role)))
 
 
 def elements_of(text: str, role: Role) -> Iterator[Element]:
     """Yield the outermost elements of a message's text that clients write for its author.
 
-    Their tags have known names. A tag that is never closed begins none.
+    Their tags have known names, and nothing beside them in their lines but other tags. At most the
+    first _MAX_ELEMENTS are found.
     """
     tags = _TAGS.get(role)
     if tags is None or "</" not in text:
         return
-    unclosed, at = set[str](), 0
-    while (tag := tags.search(text, at)) is not None:
+    at, n_found, n_failed = 0, 0, Counter[str]()
+    while n_found < _MAX_ELEMENTS and (tag := tags.search(text, at)) is not None:
         name, at = tag[1], tag.end()
-        if name in unclosed:
+        if n_failed[name] >= _MAX_FAILED:
             continue
         closing = f"</{name}>"
         inner_end = text.find(closing, at)
-        if inner_end < 0:
-            unclosed.add(name)
-            continue
         end = inner_end + len(closing)
-        yield Element(name, tag.start(), at, inner_end, end)
-        at = end
+        if inner_end >= 0 and _LINE_END.match(text, end):
+            yield Element.of(text, tag, inner_end, end)
+            n_found += 1
+            at = end
+        else:
+            n_failed[name] += 1 if inner_end >= 0 else _MAX_FAILED

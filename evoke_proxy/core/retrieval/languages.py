@@ -36,12 +36,25 @@ _SCRIPT_SHARE = 0.3
 _FEW_WORDS = 2
 _SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _WORD = re.compile(r"[^\W\d_]+")
+# Words of at least two letters that are no part of code, a path or an option.
+_SPOKEN = re.compile(r"(?<![\w./@\\:=$])[^\W\d_]{2,}(?![\w/@\\=(]|\.\w)")
+# Words of such a length or less may be codes.
+_CODE_CHARS = 2
+# Words of other languages that English texts have as well, with another meaning.
+_ENGLISH_TOO = FUNCTION_WORDS | frozenset(
+    """
+    bin bis been car chi come comment con dan data dare den die dies door dos era fait fin fine hat
+    hem hen her hun male mal man mee men mes met mine notre nun of on once or pace pain par per pour
+    pure real sale sans sea sei sin sole son sono sue sur tan ton tot tout tra van war week will wit
+    """.split()
+)
 _HAN = re.compile(r"[\u3400-\u9fff]")
 # Scripts of languages that have no words below.
 _OTHER_SCRIPTS = re.compile(
-    r"[\u0370-\u03ff\u0400-\u04ff\u0590-\u05ff\u0600-\u06ff\u0900-\u097f\u0e00-\u0e7f\u3040-\u30ff"
-    r"\uac00-\ud7af]"
+    r"[\u0370-\u03ff\u0400-\u04ff\u0590-\u05ff\u0600-\u06ff\u0900-\u097f\uac00-\ud7af]"
 )
+# Thai and kana, which have no spaces between words.
+_UNSPACED_SCRIPTS = re.compile(r"[\u0e00-\u0e7f\u3040-\u30ff]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,6 +299,7 @@ _CHINESE = Language(
 )
 # A language without words of its own here.
 _OTHER = Language("other", frozenset())
+_OTHER_UNSPACED = Language("other without spaces", frozenset(), is_spaced=False)
 LANGUAGES: Sequence[Language] = (
     *(_GERMAN, _FRENCH, _SPANISH, _ITALIAN, _PORTUGUESE, _DUTCH),
     _CHINESE,
@@ -303,15 +317,19 @@ def language_of(text: str) -> Language | None:
 @lru_cache(maxsize=256)
 def _language_of(text: str) -> Language | None:
     n_letters = sum(map(str.isalpha, text)) or 1
+    if len(_UNSPACED_SCRIPTS.findall(text)) > _SCRIPT_SHARE * n_letters:
+        return _OTHER_UNSPACED
     if len(_OTHER_SCRIPTS.findall(text)) > _SCRIPT_SHARE * n_letters:
         return _OTHER
     if len(_HAN.findall(text)) > _SCRIPT_SHARE * n_letters:
         return _CHINESE
     # A word with a capital is a name, unless it is the first one.
-    found = [match[0] for match in islice(_WORD.finditer(text), _MAX_WORDS)]
+    found = [match[0] for match in islice(_SPOKEN.finditer(text), _MAX_WORDS)]
     words = {*(word.lower() for word in found[:1]), *(word for word in found[1:] if word.islower())}
-    counts = [len(words & one.function_words) for one in LANGUAGES]
-    best = max(counts)
-    if best <= max(_MIN_HITS - 1, len(words & FUNCTION_WORDS)):
+    hits = [(words & one.function_words) - _ENGLISH_TOO for one in LANGUAGES]
+    best = max(hits, key=len)
+    if len(best) <= max(_MIN_HITS - 1, len(words & FUNCTION_WORDS)):
         return None
-    return LANGUAGES[counts.index(best)]
+    # "en, es and de" are codes of languages.
+    is_clear = any(len(word) > _CODE_CHARS or not word.isascii() for word in best)
+    return LANGUAGES[hits.index(best)] if is_clear else None

@@ -355,7 +355,8 @@ class UnitRanker:
         self._n = n_ranked
         lengths = units.lengths[:n_ranked].astype(np.float64)
         self._norms = _length_norms(lengths)
-        reminders = units.reminders[:n_ranked]
+        # What no question is about, so that it is neither found nor read for names.
+        self._reminders = reminders = units.reminders[:n_ranked]
         self._neighbouring = np.flatnonzero((lengths > _PASSED_TOKENS) & ~reminders)
         near = with_neighbours(lengths, _NEIGHBOUR_WORDS, self._neighbouring)
         self._neighbour_norms = _length_norms(near)
@@ -389,7 +390,11 @@ class UnitRanker:
         self._function_stems = function_stems(query.text)
         by_model = None if model_relevance is None else self._by_model(model_relevance)
         texts, weights = self._texts(query, cosines, topic_cosines, by_model)
-        alike = self._feedback(texts[0]) if 0 < query.n_own <= _FEW_QUESTIONS else None
+        # The vectors of blocks in another language are as little worth as the query's would be.
+        has_vectors = bool(query.vectors) or language_of(query.text) is None
+        alike = None
+        if 0 < query.n_own <= _FEW_QUESTIONS and has_vectors:
+            alike = self._feedback(texts[0])
         if alike is not None:
             texts[0] = texts[0].plus(alike, _FEEDBACK_WEIGHT)
         first = [one.ranking(weight) for one, weight in zip(texts, weights, strict=False)]
@@ -411,16 +416,15 @@ class UnitRanker:
         # text; so this ranking is used as well, with less weight.
         weight = 1.0 if query.n_own != 1 else _MODEL_WEIGHT
         rankings = [] if by_model is None else [by_model.ranking(weight)]
-        order = interleaved(
+        return interleaved(
             [*rankings, *first, *of_statements, replace(second, after=after)], self._units.lengths
         )
-        return order[~self._units.reminders[order]]
 
     def _by_model(self, relevance: FloatArray) -> _TextScores:
         """Return the scores of the units by the model's attention, of [n] for the blocks."""
         of_units = self._units.maxima(relevance)[: self._n]
         scaled = standardized(of_units)
-        return _TextScores(scaled, of_units, scaled, scaled)
+        return _TextScores(scaled, np.where(self._reminders, 0.0, of_units), scaled, scaled)
 
     def _texts(
         self,
@@ -588,6 +592,7 @@ class UnitRanker:
         covered = counts.with_values(weights[counts.rows]).sums(content)
         totals = np.array([weights[rows].sum() or 1.0 for rows in content])
         shares: FloatArray = covered / totals[:, np.newaxis]
+        shares[:, self._reminders] = 0.0
         return shares
 
     @staticmethod
@@ -616,6 +621,7 @@ class UnitRanker:
         is_alike = alike > _MIN_OWN
         added = alike + np.where(is_alike, near, self._brevity * near)
         is_found = ~self._is_short_reply | (text.evidence > 0) | is_alike
+        is_found &= ~self._reminders
         # Nothing of it counts as meant: it is close to the examples, not to the text.
         meant = np.zeros_like(alike)
         return _TextScores(added, np.where(is_found, added, 0.0), alike, meant)
@@ -667,6 +673,7 @@ class UnitRanker:
                 of_units = self._units.maxima(mentions)[: self._n]
                 scores[i] += np.where(of_units > 0, _MENTION + of_units, 0.0)
                 evidence[i] = np.maximum(evidence[i], of_units)
+        evidence[:, self._reminders] = 0.0
         return _TextScores(scores, evidence, own, meant)
 
     def _by_similar_words(self, texts: Sequence[str], similar_words: SimilarWords) -> FloatArray:
@@ -888,7 +895,7 @@ class UnitRanker:
                     weights[other] = max(weights.get(other, 0.0), weight)
         rest = (unit for unit in weights if hops[unit])
         found |= dict.fromkeys(sorted(rest, key=lambda unit: -weights[unit]))
-        return np.array(list(found), np.int64)
+        return np.array([unit for unit in found if not self._reminders[unit]], np.int64)
 
     def _linked(
         self, unit: int, ignored: set[int | None], is_statement: bool

@@ -20,6 +20,7 @@ from evoke_proxy.core.policy.registry import uses_query
 from evoke_proxy.core.policy.turn import effective_config
 from evoke_proxy.core.prompt.rendered import Rendered
 from evoke_proxy.core.request.client_text import searched_text
+from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.index import Index
@@ -171,11 +172,10 @@ class BlockVectors:
             n_rendered = previous.spans[-1].index + 1
         first = max(0, min(n_rendered, n_messages - 1), n_messages - _MAX_PREPARED)
         messages = [chat.messages[i] for i in range(first, n_messages)]
-        new = [(searched_text(one.printed, one.role), one.role) for one in messages]
+        new = [(_prepared(one), one.role) for one in messages]
         texts = [text for text, _ in new[:-1]]
         if first:
-            earlier = chat.messages[first - 1]
-            texts.append(searched_text(earlier.printed, earlier.role))
+            texts.append(_prepared(chat.messages[first - 1]))
         vectors = dict[str, Vectors]()
         if self._embedding.is_immediate:
             texts = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
@@ -291,6 +291,12 @@ class BlockVectors:
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
         with trace.beside():
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
+
+
+def _prepared(message: Message) -> str:
+    """The text by which a message is found; of a long one, which is not prepared, all of it."""
+    text = message.printed
+    return text if len(text) > _MAX_PREPARED_CHARS else searched_text(text, message.role)
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

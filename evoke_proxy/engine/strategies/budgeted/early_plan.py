@@ -176,7 +176,7 @@ class EarlyPlan(MoreWork):
         n_slot_cells = self._server.monitor.server.n_slot_cells
         session.index.prepare(prepared.texts)
         turn = session.expect(expected, view, request.chat, prepared.query, n_slot_cells)
-        if prepared.query.vectors:
+        if prepared.query.clauses:
             self._vectors.embed_missing(session, turn.view.blocks)
         session.plan_expected()
 

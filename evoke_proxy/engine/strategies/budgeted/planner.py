@@ -364,7 +364,7 @@ class Planner:
             session.index.prepare(turn.texts)
             session.add_vectors(stacked(vectors))
             started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
-            if turn.query.vectors:
+            if turn.query.clauses:  # also one without vectors: the next one may have some
                 self._vectors.embed_missing(session, started.view.blocks)
             plan = session.plan(started)
             return Decision(started, plan, took_s=time.thread_time() - began)

@@ -414,12 +414,17 @@ def test_tags_in_texts_of_others_and_in_questions_about_them_are_no_reminders() 
     ):
         drafts = _cut_lines(message.text, 40, message)
         assert not any(draft.is_reminder for draft in drafts)
-        assert "".join(draft.text.strip() for draft in drafts).count("7741") <= 1
+        assert "".join(draft.text.strip() for draft in drafts).count("7741") == (
+            "7741" in message.text
+        )
 
 
 def test_the_rules_in_a_reminder_have_the_name_of_their_file() -> None:
     lines = "\n".join(f"Rule {number}: never do that." for number in range(20))
     rules = f"<system-reminder>\nContents of /repo/CLAUDE.md:\n{lines}\n</system-reminder>"
     drafts = _cut_lines(f"{rules}\nHello.", 10, Message(Role.USER, f"{rules}\nHello."))
-    assert [draft.is_reminder for draft in drafts] == [True] * (len(drafts) - 1) + [False]
-    assert [draft.aliases for draft in drafts] == [("CLAUDE.md",)] * (len(drafts) - 1) + [()]
+    names = ("/repo/CLAUDE.md", "CLAUDE.md")
+    assert [draft.aliases for draft in drafts] == [names] * (len(drafts) - 1) + [()]
+    # A question may be about them.
+    assert not any(draft.is_reminder for draft in drafts)
+    assert drafts[-1].text == "Hello." and drafts[-2].text.endswith("</system-reminder>")

@@ -28,8 +28,8 @@ STATE = "<environment_details>\n# Open Tabs\nsrc/app.py\n</environment_details>"
         f"Where do I live?\n{REMINDER}",
         f"{REMINDER}\n{REMINDER}\nWhere do I live?",
         f"<task>\nWhere do I live?\n</task>\n\n{STATE}",
-        f"Some words of the client. <user_query>Where do I live?</user_query>{STATE}",
-        f'<ide_opened_file path="a.py">a.py</ide_opened_file>\nWhere do I live?{STATE}',
+        f"Some words of the client.\n<user_query>Where do I live?</user_query>{STATE}",
+        f'<ide_opened_file path="a.py">a.py</ide_opened_file>\nWhere do I live?\n{STATE}',
         "<attachments>\n<attachment id='1'>a</attachment>\n</attachments>\nWhere do I live?",
     ],
 )
@@ -44,12 +44,26 @@ def test_only_the_words_of_the_user_are_asked(text: str) -> None:
         "Why is <div class='a'>this</div> blue?",
         "What does <system-reminder> mean?",
         "Why does <Task>a</Task> not render?",
+        "Customer is <user_info>Ann Smith, phone 555-1234</user_info> and she wants a refund.",
+        "`<env>` files: set FOO=1 in <env> and BAR=2.\nMy key is 99.\nUse </env> to close.",
         REMINDER,
         "",
     ],
 )
 def test_a_text_without_additions_is_asked_as_it_is(text: str) -> None:
     assert asked_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("question", "pasted"),
+    [
+        ("Why does this return the wrong rows?", "<query>SELECT [Id] FROM Items</query>"),
+        ("Why is this step slow?", "<task>compile</task>"),
+    ],
+)
+def test_what_is_pasted_beside_a_question_does_not_replace_it(question: str, pasted: str) -> None:
+    assert asked_text(f"{question}\n{pasted}") == question
+    assert asked_text(pasted) == pasted.partition(">")[2].partition("<")[0]
 
 
 def test_several_messages_of_the_user_are_asked_together() -> None:
@@ -70,20 +84,51 @@ def test_long_texts_are_read_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("text", "files"),
     [
-        ("<system-reminder>\nContents of /a/b/CLAUDE.md (project):\nNo.</system-reminder>", 1),
-        ("<system-reminder>Instructions from: /a/AGENTS.md\nNo.</system-reminder>", 1),
-        ("# AGENTS.md instructions for /a\n<INSTRUCTIONS>\nNo.\n</INSTRUCTIONS>", 1),
-        ("<system-reminder>\nNote: /a/CLAUDE.md was changed.</system-reminder>", 0),
-        ("<task>Write the contents of /a/CLAUDE.md</task>", 0),
+        (
+            "<system-reminder>\nContents of /a/b/CLAUDE.md (project):\nNo.</system-reminder>",
+            ("/a/b/CLAUDE.md",),
+        ),
+        (
+            "<system-reminder>Instructions from: /a/AGENTS.md\nNo.</system-reminder>",
+            ("/a/AGENTS.md",),
+        ),
+        ("# AGENTS.md instructions for /a\n<INSTRUCTIONS>\nNo.\n</INSTRUCTIONS>", ("AGENTS.md",)),
+        ("<system-reminder>\nNote: /a/CLAUDE.md was changed.</system-reminder>", ()),
+        ("<task>Write the contents of /a/CLAUDE.md</task>", ()),
     ],
 )
-def test_the_contents_of_rules_files_are_recognized(text: str, files: int) -> None:
+def test_the_contents_of_rules_files_are_recognized(text: str, files: tuple[str, ...]) -> None:
     (element,) = elements_of(text, Role.USER)
-    assert len(element.rules_files(text)) == files
+    assert element.rules_files == files
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "Result of calling the Read tool:\n1\tPORT = 48213",
+        "Note: /a/vault.py was modified, either by the user or by a linter.\nPORT = 48213",
+        "The user selected the lines 1 to 2 from /a/vault.py:\nPORT = 48213",
+    ],
+)
+def test_a_reminder_that_is_about_a_file_is_searched(content: str) -> None:
+    text = f"<system-reminder>\n{content}\n</system-reminder>\nLook at it please."
+    assert "PORT = 48213" in searched_text(text, Role.USER)
+    (element,) = elements_of(text, Role.USER)
+    assert element.is_added and not element.is_reminder
+
+
+def test_data_between_tags_that_users_write_as_well_is_searched() -> None:
+    text = "<user_info>Ann Smith, phone 555-1234</user_info>\n<timestamp>12:07</timestamp>\nWhen?"
+    assert searched_text(text, Role.USER) == text
+
+
+def test_only_so_many_elements_are_found_in_one_message() -> None:
+    assert len(list(elements_of(f"{STATE}\n" * 1000, Role.USER))) == 256
 
 
 def test_what_a_later_question_may_be_about_is_searched() -> None:
     content = "<context>\nThe code is 7741.\n</context>"
+    assert "7741" in searched_text(f"It is 7741 {STATE}", Role.USER), "no line of its own"
     assert searched_text(f"{content}\nGo on.\n{STATE}", Role.USER) == f"{content}\nGo on."
     result = f"7741\n{STATE}\n{REMINDER}"
     assert searched_text(result, Role.TOOL) == f"7741\n{STATE}"
@@ -103,7 +148,8 @@ def test_of_a_range_of_a_text_only_reminders_are_left_out(
     start = data.draw(st.integers(0, len(text)))
     end = data.draw(st.integers(start, len(text)))
     elements = list(elements_of(text, Role.USER))
-    left = {at for each in elements for at in range(each.start, each.end)}
+    reminders = (each for each in elements if each.is_reminder)
+    left = {at for each in reminders for at in range(each.start, each.end)}
     own = "".join(text[at] for at in range(start, end) if at not in left).strip()
     assert without_reminders(text, start, end, elements).strip() == (own or text[start:end].strip())
 

@@ -21,6 +21,7 @@ OWN = {
     "Dutch": "Waar heeft mijn zus de sleutel van de kelder gelegd?",
     "Chinese": "我妹妹把地下室的钥匙放在哪里？",  # noqa: RUF001
     "other": "Где моя сестра оставила ключ от подвала?",
+    "other without spaces": "東京タワーの高さは何メートルですか？",  # noqa: RUF001
 }
 ENGLISH = (
     "Where did my sister leave the key of the cellar?",
@@ -29,6 +30,15 @@ ENGLISH = (
     "What time is it in El Paso del Norte?",
     "NASA's Deep Impact wasn't launched; don't ask me.",
     "Daten",
+    "Solve for y: m*y + c = n",
+    "Add tests for en, es, de",
+    "fix src/a/c/d.py",
+    "kubectl get po -n kube -o json -l app",
+    "SELECT a.id, c.name FROM a JOIN c ON a.id = c.id",
+    "rsync -a -n -v --delete a/ os/",
+    "Traceback os.stat no en_US",
+    "gcc -c a.c -l m -o s fails, undefined reference",
+    "The man in the hat was ill, son.",
     "def f(x): return x",
     "",
 )
