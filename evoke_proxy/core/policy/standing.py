@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -148,22 +149,34 @@ def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
 
 
 def _newest_readings(named: Positions, blocks: BlockTable, name: str) -> Positions:
-    """Return the blocks of the newest reading of each file of this name, the shortest path first.
+    """Return the blocks of the newest reading of each file of this name, the newest file first.
 
-    `named` are all blocks with the name. The file of the whole project has the shortest path.
+    `named` are all blocks with the name. A path that another one ends with is of the same file.
     """
-    by_path = dict[str, list[int]]()
-    for i in named.tolist():
-        paths = (alias.lower() for alias in blocks[i].aliases)
-        path = max((path for path in paths if path.endswith(name)), key=len, default=name)
-        by_path.setdefault(path, []).append(i)
-    newest = [
-        i
-        for path in sorted(by_path, key=len)
-        for i in by_path[path]
-        if blocks[i].message == blocks[by_path[path][-1]].message
-    ]
+    newest, read = list[int](), dict[str, int]()
+    by_message = groupby(named[::-1].tolist(), key=lambda i: blocks[i].message)
+    for message, group in by_message:
+        readings = list[int]()
+        for i in group:
+            paths = _paths(blocks[i].aliases, name)
+            newer = [path for path in paths if any(_is_same(path, other) for other in read)]
+            if len(newer) < len(paths):
+                readings.append(i)
+        for i in readings:
+            read |= dict.fromkeys(_paths(blocks[i].aliases, name), message)
+        newest += readings[::-1]
     return np.array(newest, np.int64)
+
+
+def _paths(aliases: Sequence[str], name: str) -> set[str]:
+    """Return the paths of a file `name` among the names of a block; `name` itself without any."""
+    named = {alias.lower().replace("\\", "/").removeprefix("./") for alias in aliases}
+    return {path for path in named if path.endswith(f"/{name}")} or {name}
+
+
+def _is_same(path: str, other: str) -> bool:
+    """Whether two paths may be those of one file: one of them may be relative."""
+    return f"/{path}".endswith(f"/{other}") or f"/{other}".endswith(f"/{path}")
 
 
 def task_blocks(view: PolicyView, room: Room, others: Mask) -> Mask:

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from evoke_proxy.core.model.blocks import Role
 
@@ -63,14 +64,17 @@ _ABOUT_FILE = re.compile(
     re.IGNORECASE,
 )
 _ABOUT_CHARS = 400
-# The lines before the contents of files with rules for agents: of Claude Code, opencode and Codex.
-# They are searched in so many characters of an addition, and of the text before it.
+# The lines before the contents of files with rules for agents: of Claude Code and opencode, and of
+# Codex, which names the file and its directory. They are searched in so many characters of an
+# addition, and of the text before it.
 _RULES_FILE = re.compile(
-    r"(?:\bcontents of|\binstructions from:?) ([^\n]{0,300}?\b(?:claude|agents)\.md)\b"
-    r"|# (agents\.md) instructions",
-    re.IGNORECASE,
+    r"(?:^|(?<=>))(?:contents of|instructions from:?) ([^\n]{0,300}?\b(?:claude|agents)\.md)\b"
+    r"|^# (agents\.md) instructions for ([^\n]{1,300})$",
+    re.IGNORECASE | re.MULTILINE,
 )
-_RULES_CHARS, _CHARS_BEFORE = 1000, 200
+_RULES_CHARS, _CHARS_BEFORE = 1 << 16, 400
+# Files with rules in one addition, more of which have no names.
+_MAX_RULES_FILES = 8
 # Of a longer question the beginning and the end are read, which have this many characters each.
 _MAX_CHARS = 1 << 16
 
@@ -109,7 +113,8 @@ class Element:
             before = max(0, start - _CHARS_BEFORE) if name == "INSTRUCTIONS" else inner_start
             last = min(inner_start + _RULES_CHARS, inner_end)
             found = _RULES_FILE.finditer(text, before, last)
-            rules_files = tuple(dict.fromkeys(match[1] or match[2] for match in found))
+            paths = (match[1] or f"{match[3].rstrip()}/{match[2]}" for match in found)
+            rules_files = tuple(islice(dict.fromkeys(paths), _MAX_RULES_FILES))
         return cls(name, start, inner_start, inner_end, end, is_reminder, rules_files)
 
     @property
@@ -128,23 +133,26 @@ def asked_text(text: str) -> str:
     """Return the part of a message's text that the user has written.
 
     It is what stands between tags for the user's words, if the client writes such tags; else what
-    stands outside of the tags for additions of clients. Returns the text itself if it has neither,
-    or nothing would be left.
+    stands outside of the tags for additions of clients, with what stands between tags such as
+    `<task>`. These are the user's words alone in a message with reminders. Returns the text itself
+    if nothing would be left.
     """
     if "</" not in text:
         return text
     text = both_ends(text, _MAX_CHARS)
-    own, maybe, outside, end = list[str](), list[str](), list[str](), 0
+    own, tasks, others, end, has_reminder = list[str](), list[str](), list[str](), 0, False
     for element in elements_of(text, Role.USER):
-        outside.append(text[end : element.start])
+        others.append(text[end : element.start].strip())
         end = element.end
         inner = text[element.inner_start : element.inner_end].strip()
         if element.name in _USER_TAGS:
             own.append(inner)
         elif element.name in _MAYBE_USER_TAGS:
-            maybe.append(inner)
-    outside.append(text[end:])
-    for parts in (own, map(str.strip, outside), maybe):
+            tasks.append(inner)
+            others.append(inner)
+        has_reminder |= element.is_added
+    others.append(text[end:].strip())
+    for parts in (own, tasks if has_reminder else [], others):
         if found := "\n".join(filter(None, parts)):
             return found
     return text

@@ -38,6 +38,8 @@ _SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF0
 _WORD = re.compile(r"[^\W\d_]+")
 # Words of at least two letters that are no part of code, a path or an option.
 _SPOKEN = re.compile(r"(?<![\w./@\\:=$])[^\W\d_]{2,}(?![\w/@\\=(]|\.\w)")
+# Letters of Latin scripts that English has in names and borrowed words only.
+_ACCENTED = re.compile(r"[\u00c0-\u024f]")
 # Words of such a length or less may be codes.
 _CODE_CHARS = 2
 # Words of other languages that English texts have as well, with another meaning.
@@ -138,7 +140,7 @@ _GERMAN = Language(
         seine seinem seinen seiner seit selbst sich sie sind so soll sollen sollte über um und uns
         unser unsere unserem unseren unserer unter vom von vor war waren was weil welche welchem
         welchen welcher welches wem wen wenn wer werde werden wessen wie wieder will wir wird wo
-        woher wohin womit wozu wurde wurden würde zu zum zur zwischen bitte mal eigentlich denn
+        woher wohin womit wozu wurde wurden würde zu zum zur zwischen bitte mal eigentlich wann
         """
     ),
     _pattern(r"(?:und|aber|oder|also|dann|auch|was ist mit|wie (?:steht|ist) es mit)\b"),
@@ -326,9 +328,13 @@ def _language_of(text: str) -> Language | None:
     # A word with a capital is a name, unless it is the first one.
     found = [match[0] for match in islice(_SPOKEN.finditer(text), _MAX_WORDS)]
     words = {*(word.lower() for word in found[:1]), *(word for word in found[1:] if word.islower())}
-    hits = [(words & one.function_words) - _ENGLISH_TOO for one in LANGUAGES]
+    hits = [words & one.function_words for one in LANGUAGES]
+    # Words that English has as well count beside one that it does not have.
+    hits = [of_one if of_one - _ENGLISH_TOO else set() for of_one in hits]
     best = max(hits, key=len)
-    if len(best) <= max(_MIN_HITS - 1, len(words & FUNCTION_WORDS)):
+    # A letter such as é or ß is as good as a word.
+    n_hits = len(best) + (bool(best) and _ACCENTED.search(text) is not None)
+    if n_hits <= max(_MIN_HITS - 1, len(words & FUNCTION_WORDS)):
         return None
     # "en, es and de" are codes of languages.
     is_clear = any(len(word) > _CODE_CHARS or not word.isascii() for word in best)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_fixtures import FILLER, block_view
@@ -15,6 +16,7 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.standing import (
     Room,
+    _newest_readings,
     essential_blocks,
     file_blocks,
     leading_blocks,
@@ -81,6 +83,26 @@ def test_the_newest_rules_file_of_the_project_is_kept() -> None:
     roles = {2: Role.TOOL, 5: Role.TOOL}
     rules = {2: ("docs/AGENTS.md", "AGENTS.md"), 5: ("docs/AGENTS.md", "AGENTS.md")}
     assert kept(view_of(FILLER[:9], roles, rules), 640) == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({2: ("/r/AGENTS.md",), 5: ("/r/sub/AGENTS.md",)}, [5, 2]),
+        ({2: ("AGENTS.md",), 5: ("/r/AGENTS.md",)}, [5]),
+        ({2: ("./AGENTS.md",), 5: ("AGENTS.md",)}, [5]),
+        ({2: ("/h/AGENTS.md", "/r/AGENTS.md"), 5: ("/h/AGENTS.md",)}, [5, 2]),
+        ({2: ("/r/AGENTS.md",), 3: ("/r/AGENTS.md",), 5: ("/r/agents.md",)}, [5]),
+    ],
+)
+def test_the_newest_reading_of_each_rules_file_is_kept(
+    files: dict[int, tuple[str, ...]], expected: list[int]
+) -> None:
+    """A relative path may be of the same file, and a message may have several files."""
+    named = {at: (*paths, "AGENTS.md") for at, paths in files.items()}
+    view = view_of(FILLER[:9], dict.fromkeys(files, Role.TOOL), named)
+    found = view.index.named("agents.md", view.blocks, 9)
+    assert _newest_readings(found, view.blocks, "agents.md").tolist() == expected
 
 
 def test_a_running_task_keeps_its_question_and_its_newest_results() -> None:

@@ -62,8 +62,20 @@ def test_a_text_without_additions_is_asked_as_it_is(text: str) -> None:
     ],
 )
 def test_what_is_pasted_beside_a_question_does_not_replace_it(question: str, pasted: str) -> None:
-    assert asked_text(f"{question}\n{pasted}") == question
-    assert asked_text(pasted) == pasted.partition(">")[2].partition("<")[0]
+    inner = pasted.partition(">")[2].partition("<")[0]
+    assert asked_text(f"{question}\n{pasted}") == f"{question}\n{inner}"
+    assert asked_text(pasted) == inner
+
+
+def test_a_question_between_tags_is_asked_beside_other_words() -> None:
+    before, after = "Answer the question below.", "Think step by step."
+    text = f"{before}\n<question>\nWhere do I live?\n</question>\n{after}"
+    assert asked_text(text) == f"{before}\nWhere do I live?\n{after}"
+
+
+def test_the_task_in_a_message_of_an_agent_is_all_that_is_asked() -> None:
+    text = f"<task>Where do I live?</task>\n\n# task_progress\n\nCreate a list.\n{STATE}"
+    assert asked_text(text) == "Where do I live?"
 
 
 def test_several_messages_of_the_user_are_asked_together() -> None:
@@ -92,7 +104,15 @@ def test_long_texts_are_read_in_linear_time() -> None:
             "<system-reminder>Instructions from: /a/AGENTS.md\nNo.</system-reminder>",
             ("/a/AGENTS.md",),
         ),
-        ("# AGENTS.md instructions for /a\n<INSTRUCTIONS>\nNo.\n</INSTRUCTIONS>", ("AGENTS.md",)),
+        (
+            "# AGENTS.md instructions for /a\n\n<INSTRUCTIONS>\nNo.\n</INSTRUCTIONS>",
+            ("/a/AGENTS.md",),
+        ),
+        (
+            f"<system-reminder>\nContents of /root/CLAUDE.md:\n{'No. ' * 999}\n\nContents of"
+            " /a/CLAUDE.md (project):\nYes.\n</system-reminder>",
+            ("/root/CLAUDE.md", "/a/CLAUDE.md"),
+        ),
         ("<system-reminder>\nNote: /a/CLAUDE.md was changed.</system-reminder>", ()),
         ("<task>Write the contents of /a/CLAUDE.md</task>", ()),
     ],

@@ -39,6 +39,8 @@ ENGLISH = (
     "Traceback os.stat no en_US",
     "gcc -c a.c -l m -o s fails, undefined reference",
     "The man in the hat was ill, son.",
+    "Lesson four was cancelled, Zoë was ill.",
+    "Her fiancé will pay for the café on the Côte.",
     "def f(x): return x",
     "",
 )
@@ -48,6 +50,25 @@ ENGLISH = (
 def test_a_text_is_in_the_language_of_its_function_words(name: str, text: str) -> None:
     language = language_of(text)
     assert language is not None and language.name == name
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Wer hat die Datei gelöscht?",
+        "Was sagte Anna über die Miete?",
+        "Wann war das Treffen?",
+        "Wie war die Antwort?",
+        "Où est la clé ?",
+        "Come si chiama il server?",
+        "Che ore sono?",
+        "Qual é a porta?",
+        "Que dia é hoje?",
+        "¿Qué hora es?",
+    ],
+)
+def test_a_short_question_in_another_language_is_recognized(text: str) -> None:
+    assert language_of(text) is not None
 
 
 @pytest.mark.parametrize("text", ENGLISH)
