@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,6 +45,7 @@ from evoke_proxy.engine.strategies.budgeted.turn import (
     BudgetedTurn,
     Decision,
     RenderedTurn,
+    ThreadTime,
     divided,
 )
 from evoke_proxy.errors import PlanRefused, PromptTooLong
@@ -340,34 +340,37 @@ class Planner:
             return replace(decision, turn=unquoted.turn)
         return replace(longer, quoted=quoted)
 
-    async def plan_draft(self, turn: RenderedTurn) -> Decision:
+    async def plan_draft(self, turn: RenderedTurn, took: ThreadTime) -> Decision:
         """Plan a request that is not sent: the session stays as it is.
 
-        The model is not probed for it, and text is not quoted. Raises BudgetTooSmall and
-        PinBudgetExceeded.
+        The model is not probed for it, and text is not quoted. The processor time is added to
+        `took`, also when this raises or is cancelled. Raises BudgetTooSmall and PinBudgetExceeded.
         """
-        return await self._begin(turn, turn.view, turn.conversation.session.draft())
+        return await self._begin(turn, turn.view, turn.conversation.session.draft(), took)
 
     async def _begin(
-        self, turn: RenderedTurn, view: SlotView, session: Session | None = None
+        self,
+        turn: RenderedTurn,
+        view: SlotView,
+        session: Session | None = None,
+        took: ThreadTime | None = None,
     ) -> Decision:
         """Begin a turn of the session and plan it, which takes most of the proxy's own time.
 
-        `session` replaces that of the conversation.
+        `session` replaces that of the conversation. The processor time is added to `took`.
         """
         session = session or turn.conversation.session
         vectors = self._vectors.take_new(turn.conversation)
         n_slot_cells = self._server.monitor.server.n_slot_cells
 
         def work() -> Decision:
-            began = time.thread_time()
-            session.index.prepare(turn.texts)
-            session.add_vectors(stacked(vectors))
-            started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
-            if turn.query.clauses:  # also one without vectors: the next one may have some
-                self._vectors.embed_missing(session, started.view.blocks)
-            plan = session.plan(started)
-            return Decision(started, plan, took_s=time.thread_time() - began)
+            with (took or ThreadTime()).measured():
+                session.index.prepare(turn.texts)
+                session.add_vectors(stacked(vectors))
+                started = session.begin(turn.rendered, view, turn.chat, turn.query, n_slot_cells)
+                if turn.query.clauses:  # also one without vectors: the next one may have some
+                    self._vectors.embed_missing(session, started.view.blocks)
+                return Decision(started, session.plan(started))
 
         n_vectors = len(vectors) + self._vectors.n_missing(session)
         return await self._compute(turn, work, n_vectors)

@@ -31,7 +31,7 @@ from evoke_proxy.engine.server.slot_queue import BackgroundLease, finished
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, divided
+from evoke_proxy.engine.strategies.budgeted.turn import Decision, RenderedTurn, ThreadTime, divided
 from evoke_proxy.errors import PlanRefused, PromptTooLong, RequestError, UpstreamRejected
 
 _log = logging.getLogger(__name__)
@@ -155,13 +155,20 @@ class Prefetcher:
         obstacle = _obstacle(conversation, turn.view)
         if obstacle:
             return PrefetchResult(reason=obstacle)
-        with conversation.using():
-            decision = await self._planner.plan_draft(turn)
-        self._shares.take(draft.tenant, decision.took_s, _now())
+        decision = await self._planned(turn)
         started, plan = decision.turn, decision.plan
         if plan.adopt is not None:
             return PrefetchResult(reason="not_in_slot")
         return turn, started, plan
+
+    async def _planned(self, turn: RenderedTurn) -> Decision:
+        """Plan a draft; its tenant has used the time even when the client goes meanwhile."""
+        took = ThreadTime()
+        try:
+            with turn.conversation.using():
+                return await self._planner.plan_draft(turn, took)
+        finally:
+            self._shares.take(turn.request.tenant, took.seconds, _now())
 
     async def _render(self, draft: ParsedChat, calls: ServerCalls) -> Rendered:
         """Render a draft; llama-server does not keep the rendering."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeVar
 
@@ -70,13 +72,31 @@ class Decision:
         plan: The plan for it, which has not run.
         quoted: The request with the text that it needs in its last message; None without such text.
             `turn` is that of this request then.
-        took_s: Processor seconds that beginning the turn and planning it took.
     """
 
     turn: Turn
     plan: Plan
     quoted: QuotedRequest | None = None
-    took_s: float = 0.0
+
+
+class ThreadTime:
+    """Adds up the processor time of computations, also of those whose result nobody awaits.
+
+    Attributes:
+        seconds: Processor seconds of the computations that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Add the processor time of this thread within the context, also after an exception."""
+        began = time.thread_time()
+        try:
+            yield
+        finally:
+            self.seconds += time.thread_time() - began
 
 
 class JobLease(Protocol):
