@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -162,16 +163,45 @@ def test_the_page_reports_a_budget_that_is_not_in_force_with_its_fix(stock_port:
         _open(running.port, check)
 
 
-def test_the_page_claims_no_budget_that_is_beyond_the_cells() -> None:
+@pytest.mark.parametrize(
+    ("state", "reasons", "kind", "text"),
+    [
+        ({"budget": None}, ["exceeds_cells"], "bad", "not kept within the configured budget"),
+        ({"budget": 8192}, ["exceeds_cells"], "plain", "at most 8,192 tokens"),
+        ({"budget": 3000}, ["api_key"], "plain", "at most 3,000 tokens"),
+        ({"budget": None}, ["api_key"], "plain", "what the proxy does"),
+        ({"budget": 9000}, ["exceeds_context"], "plain", "at most 9,000 tokens"),
+        ({"budget": 3000, "degraded": False}, [], "good", "at most 3,000 tokens"),
+    ],
+)
+def test_the_head_says_that_a_budget_is_not_in_force_only_where_none_is(
+    state: dict[str, object], reasons: list[str], kind: str, text: str
+) -> None:
+    status = {"reachable": True, "mode": "budgeted", "degraded": True} | state
+    status["server"] = "what the proxy does"
+    given = f"{json.dumps(status)}, problems = {json.dumps([{'reason': it} for it in reasons])}"
+
+    async def check(page: Page) -> None:
+        words = await page.evaluate(
+            "import('/evoke/page/words.js').then((words) => { const status = "
+            f"{given}; return [words.health(status, true, problems)[0],"
+            " words.modeText(status, problems)]; })"
+        )
+        assert words[0] == kind and text in words[1]
+
+    with proxy(unused_port()) as running:
+        _open(running.port, check)
+
+
+def test_the_page_names_the_cells_that_keep_sessions_below_the_budget() -> None:
     script = axe_script()
-    shown = "document.querySelector('header').innerText"
     is_good = "document.querySelector('#health').classList.contains('good')"
 
     async def check(page: Page) -> None:
-        await page.wait_for(_shows("#problems", "The budget of 5000 tokens has no effect"))
-        await page.wait_for(_shows("#health", "budget not in force"))
-        await page.wait_for(_shows("#server", "not kept within the configured budget"))
-        assert "at most" not in await page.evaluate(shown) and not await page.evaluate(is_good)
+        await page.wait_for(_shows("#problems", "The budget of 5000 tokens"))
+        await page.wait_for(_shows("#health", "evicting and recovering"))
+        await page.wait_for(_shows("#server", "at most 1,024 tokens"))
+        assert not await page.evaluate(is_good)
         assert await violations_in(TWO_VIEWS, page, script) == []
         await page.evaluate("document.querySelector('#budget').value = 'auto'")
         await page.click("#default-budget button")

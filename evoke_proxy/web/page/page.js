@@ -12,7 +12,7 @@ import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY, SNAPSHOT_KIND
 
 // What goes on after an answer, such as the copying of new blocks, is no event: it is loaded a while later.
 const MAX_EVENTS = 200, REFRESH_MS = 20000, AFTERWARDS_MS = 2500;
-const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false };
+const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false, problems: [] };
 const selectedId = () => {
   try { return decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null; } catch { return null; } // not one of our links
 };
@@ -66,11 +66,15 @@ function pill(kind, text) {
 async function refreshHead() {
   const status = await call("GET", "status");
   state.mode = status.mode;
-  pill(...health(status, !state.streamError));
-  byId("server").textContent = modeText(status);
+  head(status);
   byId("default-budget").hidden = status.reachable && status.mode !== "budgeted" && status.mode !== "mixed";
   servers(status.servers ?? []);
   return status;
+}
+
+function head(status) {
+  pill(...health(status, !state.streamError, state.problems));
+  byId("server").textContent = modeText(status, state.problems);
 }
 
 // After the sessions are loaded: their snapshots are counted.
@@ -80,6 +84,8 @@ async function refreshTotals(status) {
   byId("totals").hidden = false;
   byId("totals").replaceChildren(...overview(facts, state.sessions));
   showBudget("budget", budgetText(facts.budget), asked);
+  state.problems = facts.problems;
+  head(status);
   problems(status, facts.problems);
   audits(facts.audits);
 }

@@ -3,11 +3,16 @@
 import { number, plural, seconds, totalLength } from "./dom.js";
 import { PATHS } from "./charts.js";
 
-// One sentence for the head of the page: what happens to sessions now.
-export function modeText(status) {
+// Whether a budget is configured and none is in force, although prompts can exceed the cells. A refused key
+// makes a proxy degraded, too, as does a budget beyond the cells, within which sessions are then kept.
+const isUnlimited = (status, problems) => status.mode === "budgeted" && status.degraded && !status.budget
+  && problems.some((problem) => problem.reason === "exceeds_cells");
+
+// One sentence for the head of the page: what happens to sessions now. `problems` are those of the overview.
+export function modeText(status, problems) {
   const budget = status.budget;
   if (!status.reachable) return "";
-  if (status.mode === "budgeted" && status.degraded) return "Sessions are not kept within the configured budget: see below.";
+  if (isUnlimited(status, problems)) return "Sessions are not kept within the configured budget: see below.";
   if (status.mode === "budgeted" && budget) return `Each session keeps at most ${number(budget)} tokens in the KV cache. The`
     + " rest is saved, and comes back when a question needs it.";
   if (status.mode === "snapshots" && status.snapshots_off) return "Sessions are neither saved nor restored: the directory of snapshots"
@@ -19,11 +24,11 @@ export function modeText(status) {
 }
 
 // The class and the word of the state.
-export function health(status, isConnected) {
+export function health(status, isConnected, problems) {
   if (!isConnected) return ["bad", "disconnected"];
   if (status.draining) return ["bad", "stopping"];
   if (!status.reachable) return ["bad", "llama-server is away"];
-  if (status.mode === "budgeted" && status.degraded) return ["bad", "budget not in force"];
+  if (isUnlimited(status, problems)) return ["bad", "budget not in force"];
   if (status.snapshots_off) return ["bad", "snapshots are off"];
   const names = { budgeted: status.budget ? "evicting and recovering" : "nothing is evicted", snapshots: "snapshots",
     "pass-through": "passing through", mixed: "several servers" };
