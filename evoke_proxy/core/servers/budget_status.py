@@ -75,19 +75,9 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
         )
     if not server.patched:
         return _unpatched(budget, server)
-    if server.n_cells is not None and budget > server.n_cells:
-        room = server.n_cells - policy.reserve_tokens
-        smaller = f"set policy.budget (--budget) to {room}" if room >= policy.least_budget else ""
-        larger = f"start llama-server with more cells (-c, at least {budget} for each slot)"
-        kept = effective_policy(policy, server).budget if server.can_exceed_cells else None
-        in_cells = f"sessions keep at most the {kept} tokens that a slot has cells for"
-        return BudgetStatus(
-            kept,
-            "exceeds_cells",
-            f"the budget of {budget} tokens has no effect: a slot has {server.n_cells} cells",
-            " or ".join(filter(None, (smaller, larger))),
-            in_cells if kept else _ON_REQUEST,
-        )
+    can_exceed = server.n_ctx is None or server.can_exceed_cells
+    if server.n_cells is not None and budget > server.n_cells and can_exceed:
+        return _beyond_cells(budget, server.n_cells, policy, server)
     if server.n_ctx is not None and budget >= server.n_ctx:
         return BudgetStatus(
             None,
@@ -98,6 +88,28 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
         )
     length = f" of up to {server.n_ctx}" if server.n_ctx else ""
     return BudgetStatus(budget, text=f"sessions keep {budget} tokens{length}")
+
+
+def _beyond_cells(
+    budget: int, n_cells: int, policy: PolicySettings, server: ServerInfo
+) -> BudgetStatus:
+    """The status of a budget that exceeds the cells: those of a slot are the budget, if it can."""
+    room = n_cells - policy.reserve_tokens
+    smaller = f"set policy.budget (--budget) to {room}" if room >= policy.least_budget else ""
+    larger = f"start llama-server with more cells (-c, at least {budget} for each slot)"
+    fix = " or ".join(filter(None, (smaller, larger)))
+    kept = effective_policy(policy, server).budget if server.can_exceed_cells else None
+    if kept is None:
+        problem = f"the budget of {budget} tokens has no effect: a slot has {n_cells} cells"
+        return BudgetStatus(None, "exceeds_cells", problem, fix)
+    return BudgetStatus(
+        kept,
+        "exceeds_cells",
+        f"the budget of {budget} tokens is more than the {n_cells} cells of a slot, so sessions"
+        f" keep {kept}",
+        fix,
+        f"sessions keep at most the {kept} tokens that a slot has cells for",
+    )
 
 
 def _automatic(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:

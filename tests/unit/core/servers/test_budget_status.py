@@ -29,6 +29,7 @@ def test_a_budget_below_the_cells_is_in_force() -> None:
     [
         (200, replace(PATCHED, n_cells=140), "exceeds_cells", "-c, at least 200"),
         (8192, replace(PATCHED, n_ctx=8192), "exceeds_context", "--ctx-logical 32768"),
+        (9000, replace(PATCHED, n_ctx=8192), "exceeds_context", "less than 8192"),
         (3000, STOCK, "no_block_calls", "--evoke-ram"),
         (3000, replace(STOCK, obstacle="unsupported"), "unsupported", "SUPPORT.md"),
         (3000, UNKNOWN_SERVER, "unreachable", "start llama-server"),
@@ -48,7 +49,10 @@ def test_a_budget_that_is_not_in_force_has_a_code_and_a_fix(
 def test_a_budget_beyond_the_cells_is_that_of_the_cells_and_has_a_fix() -> None:
     status = budget_status(policy(8193), PATCHED)
     assert (status.tokens, status.reason, status.is_degraded) == (8192, "exceeds_cells", True)
-    assert "8193" in status.problem and "8192 tokens" in status.text
+    assert status.problem == (
+        "the budget of 8193 tokens is more than the 8192 cells of a slot, so sessions keep 8192"
+    )
+    assert "8192 tokens" in status.text
     assert "--budget) to 7936 or start llama-server with more cells" in status.fix
 
 
