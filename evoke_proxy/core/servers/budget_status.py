@@ -158,10 +158,11 @@ def _all_fits(n_ctx: int, n_cells: int, server: ServerInfo) -> str:
 
 
 def _context_for(n_tokens: int, server: ServerInfo) -> int:
-    """The context to advise where `n_tokens` stay in the cache; llama-server refuses a longer one
-    than the model was trained for."""
+    """The context to advise where `n_tokens` stay in the cache; without RoPE scaling llama-server
+    refuses a longer one than the model was trained for."""
     wanted = _CONTEXT_PER_BUDGET * n_tokens
-    return min(wanted, server.n_ctx_train or wanted)
+    limit = None if server.exceeds_training else server.n_ctx_train
+    return min(wanted, limit or wanted)
 
 
 def _longer_context_or_less(budget: int, server: ServerInfo) -> str:

@@ -114,7 +114,12 @@ class ServerInfo:
     @property
     def has_trained_length(self) -> bool:
         """Whether the context of a slot is known to be all that the model was trained for."""
-        return self.n_ctx is not None and self.n_ctx >= (self.n_ctx_train or self.n_ctx + 1)
+        return self.n_ctx is not None and self.n_ctx == self.n_ctx_train
+
+    @property
+    def exceeds_training(self) -> bool:
+        """Whether the context of a slot is longer than the model's training: RoPE is scaled."""
+        return self.n_ctx is not None and self.n_ctx > (self.n_ctx_train or self.n_ctx)
 
     @classmethod
     def parse(cls, props: Mapping[str, Any]) -> ServerInfo:

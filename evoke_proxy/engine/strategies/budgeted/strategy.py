@@ -293,8 +293,9 @@ class BudgetedStrategy(CacheStrategy):
     @property
     def edit_error(self) -> Callable[[bytes], bytes]:
         """See CacheStrategy."""
-        has_trained_length = self._server.monitor.server.has_trained_length
-        return partial(with_context_advice, has_trained_length=has_trained_length)
+        server = self._server.monitor.server
+        is_all = server.has_trained_length or server.exceeds_training
+        return partial(with_context_advice, has_trained_length=is_all)
 
     async def prefill(self, turn: PreparedTurn) -> tuple[int, int] | None:
         """See CacheStrategy."""

@@ -152,6 +152,15 @@ def test_no_context_is_advised_that_the_model_was_not_trained_for() -> None:
     assert "--ctx-logical" not in budget_status(policy(20_000), replace(fits, n_cells=30_000)).fix
 
 
+def test_the_advice_for_a_model_with_scaled_rope_is_not_limited_by_its_training() -> None:
+    scaled = replace(PATCHED, n_ctx=131_072, n_cells=131_072, n_slot_cells=131_072)
+    scaled = replace(scaled, n_ctx_train=32_768)
+    text = budget_status(PolicySettings(), scaled).text
+    assert "trained for" not in text and "--ctx-logical 524288" in text
+    fix = budget_status(policy(131_072), scaled).fix
+    assert "training" not in fix and "--ctx-logical 524288" in fix
+
+
 @pytest.mark.parametrize("budget", [None, 512])
 def test_a_configured_budget_is_the_policys_at_every_server(budget: int | None) -> None:
     settings = PolicySettings(budget=budget)
