@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -30,7 +31,8 @@ def own_address(config: Config, url: str) -> tuple[str, str] | None:
     """Return the setting and the HOST:PORT with which the proxy listens at a URL; None if it does
     not.
 
-    Names other than `localhost` are compared as texts: nothing is looked up.
+    Names other than `localhost` are compared as texts: nothing is looked up. So the address of this
+    machine in its network is not recognised where the proxy listens at 0.0.0.0 or [::].
     """
     parts = urlsplit(url)
     port = parts.port or _PORTS[parts.scheme]
@@ -48,6 +50,8 @@ def _reaches(host: str, listening: str) -> bool:
     if host.lower() == listening.lower():
         return True
     targets, own = _addresses(host), _addresses(listening)
+    if len(targets) > 1:  # llama-server may be at the IPv4 one, where only [::1] is the proxy's
+        targets = [to for to in targets if to.version == 4]
     # All addresses of its kind; of those only loopback ones are certainly this machine.
     if any(it.is_unspecified and it.version == to.version for it in own for to in targets):
         return any(to.is_loopback or to.is_unspecified for to in targets)
@@ -62,6 +66,14 @@ def _addresses(host: str) -> Collection[_Address]:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return ()
+        return _short_form(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address,)
+
+
+def _short_form(host: str) -> Collection[_Address]:
+    """The IPv4 address of a text such as `127.1` or `0x7f000001`; empty for any other text."""
+    try:
+        return (ipaddress.IPv4Address(socket.inet_aton(host)),)
+    except (OSError, ValueError):
+        return ()
