@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -87,27 +86,43 @@ class SnapshotFiles:
             (self.directory / _QUARANTINE).mkdir(mode=0o700, exist_ok=True)
             self._write_test_file()
 
-    def check(self) -> None:
-        """Raise ConfigError where `prepare` would; creates nothing but the test file."""
+    def check(self, as_owner: bool = True) -> None:
+        """Raise ConfigError where `prepare` would; changes nothing, and deletes its test file.
+
+        Without `as_owner`, this process may run as another user than the proxy will: the directory
+        then need not be writable, or visible.
+        """
         with self._usable():
-            if self.directory.exists():
-                if not self.directory.is_dir():
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                self.directory.chmod(stat.S_IMODE(self.directory.stat().st_mode))  # only its owner
-                self._write_test_file()
-                return
-            parent = next(path for path in self.directory.absolute().parents if path.exists())
-            if not parent.is_dir():
+            try:
+                self._check(as_owner)
+            except PermissionError:
+                if as_owner:
+                    raise
+
+    def _check(self, as_owner: bool) -> None:
+        if self.directory.exists():
+            if not self.directory.is_dir():
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            if not os.access(parent, os.W_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            if not as_owner:
+                return
+            if os.geteuid() not in (0, self.directory.stat().st_uid):  # `prepare` sets the mode
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            self._write_test_file()
+            return
+        parent = next(path for path in self.directory.absolute().parents if path.exists())
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if as_owner and not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     def _write_test_file(self) -> None:
-        probe = self.directory / f"probe{PART}"
-        probe.unlink(missing_ok=True)
-        with open_regular(probe, "wb") as file:
-            file.write(b"evoke")
-        probe.unlink()
+        # A running proxy may test the directory, too.
+        probe = self.directory / f"probe-{uuid.uuid4().hex[:20]}{PART}"
+        try:
+            with open_regular(probe, "wb") as file:
+                file.write(b"evoke")
+        finally:
+            probe.unlink(missing_ok=True)
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

@@ -36,13 +36,17 @@ _TO_EVICT = "start the one that `evoke-proxy build-server` builds, with --evoke-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `serve`, and those of this command."""
     serve.add_arguments(parser)
-    parser.add_argument("--offline", action="store_true", help="do not connect to llama-server")
+    parser.add_argument(
+        "--offline",
+        action="store_true",
+        help="do not connect to llama-server, and write no test file to snapshots.directory",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the main settings; raises ConfigError when one of them cannot be used."""
     config = serve.load_config(arguments)
-    lines, warnings = _settings(config), list(risks_of(config))
+    lines, warnings = _settings(config, arguments.offline), list(risks_of(config))
     if not arguments.offline:
         for name, (line, warning) in asyncio.run(_servers(config)).items():
             prefix = f"{name}: " if name else ""
@@ -53,14 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(config: Config) -> list[str]:
+def _settings(config: Config, offline: bool) -> list[str]:
     return [
         f"listen    {', '.join(config.listen)}",
         f"upstream  {_upstreams(config)}",
         f"policy    {config.policy.name}",
         f"budget    {_budget(config)}",
         f"embedder  {_embedder(config)}",
-        f"snapshots {_snapshots(config)}",
+        f"snapshots {_snapshots(config, offline)}",
         f"keys      {_keys(config)}",
         f"admin     {_admin(config)}",
     ]
@@ -115,15 +119,19 @@ def _upstreams(config: Config) -> str:
     return ", ".join(f"{name} at {url}" for name, url in servers.items()) or config.upstream.url
 
 
-def _snapshots(config: Config) -> str:
-    """The directory of snapshots; ConfigError when it or its key cannot be used."""
+def _snapshots(config: Config, offline: bool) -> str:
+    """The directory of snapshots; ConfigError when it or its key cannot be used.
+
+    It may be that of another user if `offline`.
+    """
     directory = config.snapshots.directory
     if not directory:
         return "none"
     from evoke_proxy.adapters.snapshot_files import SnapshotFiles
     from evoke_proxy.engine.storage.snapshot_repository import disk_format
 
-    SnapshotFiles(Path(directory), disk_format(config.snapshots.key_file)).check()
+    files = SnapshotFiles(Path(directory), disk_format(config.snapshots.key_file))
+    files.check(as_owner=not offline)
     return directory
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evoke_proxy.adapters.secret_files import write_secret
-from evoke_proxy.adapters.snapshot_files import SnapshotFiles
+from evoke_proxy.adapters.snapshot_files import PART, SnapshotFiles
 from evoke_proxy.cli.main import main
 from evoke_proxy.core.tenants.api_keys import Caller, key_of, line_of
 from evoke_proxy.errors import ConfigError
@@ -100,6 +100,34 @@ def test_a_directory_of_snapshots_that_serve_would_refuse_ends_it_with_2(
     path.write_text(key)
     assert main(["check-config", "--offline", "--config", str(path)]) == 2
     assert "snapshots.key_file" in capsys.readouterr().err
+
+
+def test_a_directory_that_a_proxy_uses_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "slots"
+    folder.mkdir(mode=0o750)
+    test_file = folder / f"probe{PART}"
+    test_file.touch()
+
+    def chmod(*_: object) -> None:
+        raise AssertionError("a check changes no mode")
+
+    monkeypatch.setattr(Path, "chmod", chmod)
+    SnapshotFiles(folder).check()
+    assert list(folder.iterdir()) == [test_file]
+
+
+def test_only_an_offline_check_accepts_a_directory_of_another_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder = tmp_path / "evoke.yaml", tmp_path / "slots"
+    folder.mkdir()
+    monkeypatch.setattr("os.geteuid", lambda: folder.stat().st_uid + 1)
+    text = f"snapshots: {{directory: {folder}}}\n"
+    assert printed(path, capsys, text)["snapshots"] == str(folder)
+    assert main(["check-config", "--upstream", "http://127.0.0.1:9", "--config", str(path)]) == 2
+    assert f"snapshots.directory: {folder} cannot be used" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_answer_is_a_line_and_no_failure(
