@@ -19,6 +19,7 @@ from evoke_proxy.adapters.block_files import block_files
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.config import Config, load
+from evoke_proxy.config.schema import parse_listen
 from evoke_proxy.core.session.codec import decode
 from evoke_proxy.core.snapshots.fingerprint import same_model
 from evoke_proxy.core.snapshots.snapshots import (
@@ -128,7 +129,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _running_sessions(config: Config) -> str:
     """Say where the sessions of a running proxy are, such as that of `up`."""
-    address = (config.security.admin_listen or config.listen)[0]
+    host, port = parse_listen((config.security.admin_listen or config.listen)[0])
+    # No browser opens the address that stands for all addresses.
+    host = {"0.0.0.0": "127.0.0.1", "::": "localhost"}.get(host, host)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return (
         "Sessions of a patched llama-server (`evoke-proxy up`) need no directory: while the proxy"
         f" runs they are on its page, http://{address}/evoke/, and at /evoke/sessions"

@@ -14,6 +14,7 @@ import pytest
 from repository_fixtures import TOKENS, add_snapshot, open_repository
 
 from evoke_proxy.adapters.cipher import EncryptedFormat
+from evoke_proxy.adapters.secret_files import write_secret
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.cli.main import main
 from evoke_proxy.config import Config, PolicyConfig
@@ -213,6 +214,26 @@ def test_without_a_directory_the_page_of_a_running_proxy_is_named(
     message = capsys.readouterr().err
     assert "snapshots.directory is not set" in message
     assert "http://127.0.0.1:18090/evoke/" in message and "evoke-proxy up" in message
+
+
+@pytest.mark.parametrize(
+    ("listen", "page"),
+    [
+        ("0.0.0.0:9000", "127.0.0.1:9000"),
+        (":9000", "127.0.0.1:9000"),
+        ("[::]:9000", "localhost:9000"),
+        ("[::1]:9000", "[::1]:9000"),
+        ("gpu-1:9000", "gpu-1:9000"),
+    ],
+)
+def test_the_page_of_a_proxy_at_all_addresses_is_named_with_one_of_them(
+    listen: str, page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, token = tmp_path / "evoke.yaml", tmp_path / "token"
+    write_secret(token, "0123456789abcdef-token\n")
+    path.write_text(f'security: {{admin_listen: ["{listen}"], admin_token_file: {token}}}\n')
+    assert main(["sessions", "list", "--config", str(path)]) == 2
+    assert f"http://{page}/evoke/," in capsys.readouterr().err
 
 
 def test_an_import_that_was_ended_after_a_part_of_the_record_can_be_repeated(
