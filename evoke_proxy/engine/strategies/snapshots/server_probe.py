@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
@@ -21,6 +22,15 @@ from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 _UNKNOWN = Stability(boundary=False, ahead=False)
+# Seconds after which saving is tried again where it has failed.
+_RETRY_S = 60.0
+# What to do about a saved file that cannot be used, by the reason of it, and for any other reason.
+_UNUSABLE_FIXES = {
+    "disk": "run llama-server and the proxy as the same user",
+    "size": "free space on the disk of the directory; the proxy must see there at once what"
+    " llama-server writes",
+}
+_OTHER_FIX = "name a directory to which only llama-server and the proxy write"
 
 
 class ServerProbe:
@@ -50,6 +60,7 @@ class ServerProbe:
         self._stated_fingerprint = ""  # from the answers of the server, without the layout
         self._layout: Cache | None = None
         self._must_measure_slots = False  # no slot was idle when they were to be measured
+        self._retry_at = 0.0  # when saving may be tried again, `time.monotonic`
         self.fingerprint = ""
         self.problem: StrategyProblem | None = None
         self.clears_idle_slots = True
@@ -80,7 +91,8 @@ class ServerProbe:
         """Measure what is unknown, with the calls of `api`; raises UpstreamError.
 
         Slots are measured only while no other request has one; `own` is the lease of the caller. If
-        another request has one, a later call measures them.
+        another request has one, a later call measures them. While there is a problem, saving is
+        tried again once a minute: the problem may have been solved without restarting llama-server.
         """
         async with self._lock:
             if not self.fingerprint:
@@ -89,7 +101,13 @@ class ServerProbe:
                 lease = self._slots.others(own)
                 if lease is not None:
                     async with lease:
-                        await self._measure_slots(api, self.behaviour)
+                        await self._measure_slots(api, self.behaviour, self.problem)
+                        self.fingerprint = with_layout(self._stated_fingerprint, self._layout)
+            elif self.problem is not None and time.monotonic() >= self._retry_at:
+                lease = self._slots.others(own)
+                if lease is not None:
+                    async with lease:
+                        await self._test_saving(api, self.behaviour, self.problem)
                         self.fingerprint = with_layout(self._stated_fingerprint, self._layout)
 
     async def _learn(self, api: StockApi, own: SlotLease | None) -> None:
@@ -118,11 +136,26 @@ class ServerProbe:
                 len(snapshots),
             )
 
-    async def _measure_slots(self, api: StockApi, behaviour: ServerBehaviour) -> None:
-        """Find out how idle slots behave; the caller has leased them."""
+    async def _measure_slots(
+        self, api: StockApi, behaviour: ServerBehaviour, problem: StrategyProblem | None = None
+    ) -> None:
+        """Find out how idle slots behave; the caller has leased them.
+
+        A `problem` that is known stays while none is idle.
+        """
         self.clears_idle_slots = await _clears_idle_slots(api)
-        self.problem = await self._try_saving(api, behaviour)
-        if self.problem is not None:
+        await self._test_saving(api, behaviour, problem)
+
+    async def _test_saving(
+        self, api: StockApi, behaviour: ServerBehaviour, problem: StrategyProblem | None
+    ) -> None:
+        """Save an idle slot; the caller has leased them. Logs another problem, and its end."""
+        self._retry_at = time.monotonic() + _RETRY_S
+        self.problem = await self._try_saving(api, behaviour, problem)
+        if self.problem is None:
+            if problem is not None:
+                _log.info("%s", self.describe())
+        elif problem is None or self.problem.code != problem.code:
             _log.warning("%s", self.describe())
 
     async def detect_memory(
@@ -171,22 +204,24 @@ class ServerProbe:
         return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
 
     async def _try_saving(
-        self, api: StockApi, behaviour: ServerBehaviour
+        self, api: StockApi, behaviour: ServerBehaviour, unknown: StrategyProblem | None
     ) -> StrategyProblem | None:
         """Save an idle slot and read the file; return why that failed, None when it did not.
 
-        Sets the memory kind and the layout from the file.
+        Returns `unknown` when no slot is idle, and when saving takes too long. Sets the memory kind
+        and the layout from the file.
         """
         slots = await api.list_slots()
         idle = [status for status in slots or () if not status.busy]
         self._layout, self._must_measure_slots = None, bool(slots and not idle)
         if not idle:
-            return None
+            return unknown
         directory = self._repository.files.directory
         part = self._repository.new_part()
         try:
             slot = await _filled_slot(api, idle, self.clears_idle_slots)
             copied = await api.save(slot, part)
+            await run_in(DISK, self._repository.files.receive, part, copied.n_bytes)
             await self.detect_memory(part, copied, behaviour)
             self._layout = await run_in(DISK, self._repository.files.first_cache, part)
         except UpstreamRejected as error:
@@ -202,13 +237,13 @@ class ServerProbe:
                 "let it write to the directory of its --slot-save-path; its log has the reason",
             )
         except UpstreamTimeout:
-            return None
+            return unknown
         except SnapshotUnusable as error:
             if error.reason != "missing":
                 return StrategyProblem(
                     "not_readable",
                     f"the file that llama-server has saved to {directory} cannot be used ({error})",
-                    "run llama-server and the proxy as the same user",
+                    _UNUSABLE_FIXES.get(error.reason, _OTHER_FIX),
                 )
             return StrategyProblem(
                 "other_directory",

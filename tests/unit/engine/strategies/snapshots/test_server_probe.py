@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,16 +15,18 @@ from state_file_fixtures import cache, file
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
+from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots import server_probe
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
-from evoke_proxy.errors import UpstreamRejected, UpstreamTimeout
+from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 
 LABEL = SnapshotLabel("t", "f", "b", USER, 1.0)
 SHAPE = (False, (4,))
@@ -36,6 +39,7 @@ class Calls(StockApi):
     saves = 0
     refused = 0  # status of the answer to a save
     n_lost = 0  # bytes that the saved file lacks
+    is_link = False  # whether the saved file is a symbolic link
     saving: asyncio.Event | None = None
     go_on: asyncio.Event | None = None
 
@@ -61,6 +65,9 @@ class Calls(StockApi):
             self.saving.set()
             await self.go_on.wait()
         n_bytes = (self._folder / name).write_bytes(self._data)
+        if self.is_link:
+            target = (self._folder / name).rename(self._folder / "elsewhere")
+            (self._folder / name).symlink_to(target)
         return SlotCopy(2, n_bytes + self.n_lost, 0.1)
 
 
@@ -135,24 +142,81 @@ def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refused", "n_lost", "code", "fix"),
+    ("state", "code", "fix"),
     [
-        (501, 0, "no_save_path", "start it with --slot-save-path"),
-        (400, 0, "not_saved", "its log has the reason"),
-        (0, 8, "not_readable", "as the same user"),
+        ({"refused": 501}, "no_save_path", "start it with --slot-save-path"),
+        ({"refused": 400}, "not_saved", "its log has the reason"),
+        ({"n_lost": 8}, "not_readable", "free space on the disk"),
+        ({"is_link": True}, "not_readable", "only llama-server and the proxy write"),
     ],
 )
 def test_the_reason_why_snapshots_are_off_comes_with_its_fix(
-    tmp_path: Path, refused: int, n_lost: int, code: str, fix: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    state: dict[str, int],
+    code: str,
+    fix: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
-    calls.refused, calls.n_lost = refused, n_lost
+    for name, value in state.items():
+        setattr(calls, name, value)
     with open_repository(tmp_path) as repository:
         probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
         asyncio.run(probe.learn(calls))
         assert probe.problem is not None and probe.problem.code == code
         assert fix in probe.problem.fix and probe.problem.fix in probe.describe()
         assert probe.describe() in caplog.messages
+
+
+def test_a_file_that_may_not_be_read_is_to_be_that_of_the_same_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receive(*_: object) -> None:
+        raise SnapshotUnusable("disk", "Permission denied")
+
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+    monkeypatch.setattr(SnapshotFiles, "receive", receive)
+    with open_repository(tmp_path) as repository:
+        probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        asyncio.run(probe.learn(calls))
+    assert probe.problem is not None and "as the same user" in probe.problem.fix
+
+
+def test_saving_is_tried_again_once_a_minute_until_the_problem_is_solved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(server_probe, "time", SimpleNamespace(monotonic=lambda: now))
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+    calls.n_lost = 8
+
+    async def run(probe: ServerProbe) -> None:
+        nonlocal now
+        await probe.learn(calls)
+        await probe.learn(calls)
+        assert calls.saves == 1 and probe.problem is not None
+        now += 61
+        await probe.learn(calls)
+        await probe.learn(calls)
+        assert calls.saves == 2 and probe.problem is not None
+        assert sum("snapshots are off" in text for text in caplog.messages) == 1
+        calls.n_lost, calls.busy = 0, True
+        now += 61
+        await probe.learn(calls)
+        await probe.learn(calls)
+        assert probe.problem is not None, "no slot was idle"
+        assert sum("snapshots are off" in text for text in caplog.messages) == 1
+        calls.busy = False
+        now += 61
+        await probe.learn(calls)
+        assert (calls.saves, probe.problem) == (3, None)
+        assert probe.behaviour.is_dense and probe.fingerprint != "told"
+        now += 61
+        await probe.learn(calls)
+        assert calls.saves == 3
+
+    with open_repository(tmp_path) as repository:
+        asyncio.run(run(probe_of(calls, repository, SlotQueue(LimitsConfig()))))
 
 
 def test_slots_are_probed_only_while_no_other_request_has_one(tmp_path: Path) -> None:
