@@ -178,7 +178,7 @@ class BlockTable(Sequence[Block]):
 
     @property
     def begins_part(self) -> Mask:
-        """Which blocks begin a message, or what a client has added to one, or its own text [n]."""
+        """Which blocks begin a message, or a part of one: a reminder, or the text beside it [n]."""
         begins = np.ones(len(self), np.bool_)
         messages, reminders = self.messages, self.reminders
         begins[1:] = (messages[1:] != messages[:-1]) | (reminders[1:] != reminders[:-1])

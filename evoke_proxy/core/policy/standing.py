@@ -27,6 +27,8 @@ _MAX_FILE_SHARE = 0.5
 _MAX_LEADING, _LEADING_TOKENS = 4, 32
 # Names of files with rules for agents; the newest reading of each applies to the whole project.
 _RULE_FILES = ("claude.md", "agents.md")
+# Paths of a name that are told apart; comparing them takes time in proportion to their number.
+_MAX_RULE_PATHS = 32
 _SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
 _ASSISTANT = ROLES.index(Role.ASSISTANT)
 
@@ -151,19 +153,20 @@ def _rules(view: PolicyView, capacity: int, n_left: int) -> Mask:
 def _newest_readings(named: Positions, blocks: BlockTable, name: str) -> Positions:
     """Return the blocks of the newest reading of each file of this name, the newest file first.
 
-    `named` are all blocks with the name. A path that another one ends with is of the same file.
+    `named` are all blocks with the name. A path that another one ends with is of the same file. Of
+    more than _MAX_RULE_PATHS paths the newest ones count.
     """
-    newest, read = list[int](), dict[str, int]()
-    by_message = groupby(named[::-1].tolist(), key=lambda i: blocks[i].message)
-    for message, group in by_message:
-        readings = list[int]()
-        for i in group:
-            paths = _paths(blocks[i].aliases, name)
-            newer = [path for path in paths if any(_is_same(path, other) for other in read)]
-            if len(newer) < len(paths):
-                readings.append(i)
-        for i in readings:
-            read |= dict.fromkeys(_paths(blocks[i].aliases, name), message)
+    newest, read = list[int](), set[str]()
+    for _, group in groupby(named[::-1].tolist(), key=lambda i: blocks[i].message):
+        if len(read) >= _MAX_RULE_PATHS:
+            break
+        paths_of = {i: _paths(blocks[i].aliases, name) for i in group}
+        readings = [
+            i
+            for i, paths in paths_of.items()
+            if not all(any(_is_same(path, newer) for newer in read) for path in paths)
+        ]
+        read = read.union(*(paths_of[i] for i in readings))
         newest += readings[::-1]
     return np.array(newest, np.int64)
 

@@ -86,8 +86,8 @@ def cut(
     """Cut [start, generation) of a prompt into blocks that leave no gap.
 
     No block crosses the end of a message or a boundary, nor the end of what a client has added to a
-    message in lines of its own. A block ends with a sentence or line when this leaves more
-    than half of its maximum length. A prompt without spans is cut as one message.
+    message in lines of its own. A block ends with a sentence or line when this leaves more than
+    half of its maximum length. A prompt without spans is cut as one message.
     The text of a block is an estimate, see `TextAlignment`. An image or a sound is one block of any
     length, with the beginning of the text of its message.
     """

@@ -21,17 +21,16 @@ _USER_TAGS = frozenset(
     "feedback user_message user_query user_request user-query userRequest".split()
 )
 _MAYBE_USER_TAGS = frozenset("task question query prompt".split())
-# Names of tags around what clients add to a message: in Claude Code and opencode, Cline and Roo
-# Code, Codex, GitHub Copilot.
+# Names of tags around what clients add to a message on their own: in Claude Code and opencode,
+# Cline and Roo Code, Codex, GitHub Copilot.
 _REMINDER_TAGS = frozenset(
     "system-reminder system_reminder reminderInstructions importantReminders environment_details"
     " environment_context environment_info workspace_info open_and_recently_viewed_files"
     " editorContext project_layout local-command-caveat recommended_plugins apps_instructions"
     " codex_internal_context".split()
 )
-# Names of tags around what they add as well, and what a later question may be about: files,
-# documents, the output of commands; and names that users may write, too. Cursor and Open WebUI have
-# such tags, too.
+# Names of tags around files, documents and the output of commands, which a later question may be
+# about, and names that users write as well. Cursor and Open WebUI have such tags, too.
 _CONTENT_TAGS = frozenset(
     "reminder env user_info ide_opened_file timestamp git_status"
     " local-command-stdout local-command-stderr command-name command-message command-args"
@@ -119,7 +118,7 @@ class Element:
 
     @property
     def is_added(self) -> bool:
-        """Whether a client has added it on its own, and not the user with the client's help."""
+        """Whether its tags are those of what clients add on their own, reminders or files."""
         return self.name in _REMINDER_TAGS
 
     def without_joints(self, joints: Sequence[int]) -> Element:

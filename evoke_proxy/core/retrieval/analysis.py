@@ -17,8 +17,8 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.retrieval.bm25 import phrase_text, terms_of
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.instructions import instruction_points, is_statement
-from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS
-from evoke_proxy.core.retrieval.query import QUESTION_MARKS, Query
+from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS, QUESTION_MARKS
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
 
 _FULL_WIDTH_MARKS = "。！？"  # noqa: RUF001

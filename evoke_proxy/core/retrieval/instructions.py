@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
-from evoke_proxy.core.retrieval.languages import language_of
+from evoke_proxy.core.retrieval.languages import QUESTION_MARKS, language_of
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
@@ -291,7 +291,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _is_question(sentence: str) -> bool:
-    is_asked = sentence.endswith(("?", "？")) and not _REQUEST.match(sentence)
+    is_asked = sentence.endswith(QUESTION_MARKS) and not _REQUEST.match(sentence)
     return is_asked or _QUESTION.match(sentence) is not None
 
 

@@ -15,6 +15,9 @@ from itertools import islice
 
 from evoke_proxy.core.retrieval.stemming import stem
 
+QUESTION_MARKS = ("?", "？")  # noqa: RUF001
+# The gap between two sentences or lines.
+SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 # English words that structure a question and do not name its subject.
 FUNCTION_WORDS = frozenset(
     """
@@ -34,7 +37,6 @@ _MIN_HITS = 2
 _SCRIPT_SHARE = 0.3
 # A question of so few words refers back if nothing in it has a name.
 _FEW_WORDS = 2
-_SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 _WORD = re.compile(r"[^\W\d_]+")
 # Words of at least two letters that are no part of code, a path or an option.
 _SPOKEN = re.compile(r"(?<![\w./@\\:=$])[^\W\d_]{2,}(?![\w/@\\=(]|\.\w)")
@@ -90,7 +92,7 @@ class Language:
 
     def refers_back(self, question: str) -> bool:
         """Return whether a question is understood only with the turns before."""
-        sentences = [part.lstrip("¿¡ \t\n") for part in _SENTENCE_GAP.split(question)]
+        sentences = [part.lstrip("¿¡ \t\n") for part in SENTENCE_GAP.split(question)]
         if any(map(self._refers_back, filter(None, sentences))):
             return True
         is_named = self.names is not None and self.names.search(question, 1) is not None
@@ -108,7 +110,7 @@ class Language:
 
     def instructs(self, text: str) -> bool:
         """Return whether a text of the user tells how the assistant is to answer from then on."""
-        if self.holds_on is None or self.tells is None or text.rstrip().endswith(("?", "？")):  # noqa: RUF001
+        if self.holds_on is None or self.tells is None or text.rstrip().endswith(QUESTION_MARKS):
             return False
         return self.holds_on.search(text) is not None and self.tells.search(text) is not None
 

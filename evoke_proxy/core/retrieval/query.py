@@ -14,7 +14,12 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.client_text import asked_text, both_ends
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
-from evoke_proxy.core.retrieval.languages import FUNCTION_WORDS, language_of
+from evoke_proxy.core.retrieval.languages import (
+    FUNCTION_WORDS,
+    QUESTION_MARKS,
+    SENTENCE_GAP,
+    language_of,
+)
 
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
@@ -32,9 +37,6 @@ _MAX_EARLIER_QUESTIONS = 4
 # Messages that are searched for those of the user: tool results may be any number.
 _MAX_SEARCHED = 4096
 
-QUESTION_MARKS = ("?", "？")  # noqa: RUF001
-# The gap between two sentences or lines.
-SENTENCE_GAP = re.compile(r"(?<=[.!?;])\s+|(?<=[。！？])|\n+")  # noqa: RUF001
 # The number, letter or bullet of an item of a list, at the start of a line or after a sentence.
 _ITEM_MARK = re.compile(
     r"(?:^[ \t]*|(?<=[.!?;:])[ \t]+)(?:\(?\d{1,3}[.)]|\(?[a-z]\)|[-*•])[ \t]+",

@@ -30,8 +30,8 @@ from evoke_proxy.core.retrieval.fusion import (
 )
 from evoke_proxy.core.retrieval.fuzzy import is_misspelt
 from evoke_proxy.core.retrieval.instructions import asks_for_advice, asks_for_several
-from evoke_proxy.core.retrieval.languages import language_of
-from evoke_proxy.core.retrieval.query import QUESTION_MARKS, Query
+from evoke_proxy.core.retrieval.languages import QUESTION_MARKS, language_of
+from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.retrieval.stemming import stem
 from evoke_proxy.core.retrieval.units import Units
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from evoke_proxy.core.model.block_table import FloatArray, Mask, Positions
 from evoke_proxy.core.retrieval.encoding import Vectors
-from evoke_proxy.core.retrieval.query import SENTENCE_GAP
+from evoke_proxy.core.retrieval.languages import SENTENCE_GAP
 
 _MAX_CHUNKS = 4
 # More parts of a text are joined in equal runs, because the search for the shortest neighbours

@@ -105,6 +105,15 @@ def test_the_newest_reading_of_each_rules_file_is_kept(
     assert _newest_readings(found, view.blocks, "agents.md").tolist() == expected
 
 
+def test_the_newest_of_very_many_rules_files_are_told_apart() -> None:
+    """Each path is compared with all newer ones."""
+    roles = dict.fromkeys(range(200), Role.TOOL)
+    named = {at: (f"/r/{at}/AGENTS.md", "AGENTS.md") for at in roles}
+    view = view_of([f"{FILLER[0]} {at}" for at in range(200)], roles, named)
+    found = view.index.named("agents.md", view.blocks, 200)
+    assert _newest_readings(found, view.blocks, "agents.md").tolist() == found[::-1][:32].tolist()
+
+
 def test_a_running_task_keeps_its_question_and_its_newest_results() -> None:
     roles = dict.fromkeys((3, 5, 7), Role.ASSISTANT) | dict.fromkeys((4, 6, 8), Role.TOOL)
     view = view_of([*FILLER[:9]], roles)
