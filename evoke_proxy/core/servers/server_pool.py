@@ -118,6 +118,7 @@ class Member:
         n_slots: slots of the server.
         in_flight: requests that run there or wait for a slot there.
         model: model that it serves; empty while unknown.
+        fingerprint: model and layout of its cache; empty while unknown.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Member:
     n_slots: int = 1
     in_flight: int = 0
     model: str = ""
+    fingerprint: str = ""
 
     @property
     def load(self) -> float:
@@ -240,6 +242,10 @@ class ServerPool:
         if has_opened:
             self._choose_model()
         return has_opened
+
+    def fingerprint_read(self, at: int, fingerprint: str) -> None:
+        """Record the fingerprint of a server."""
+        self.members[at].fingerprint = fingerprint
 
     def retry_after(self, now: float) -> float:
         """Seconds after which a client may retry when no server accepts requests."""

@@ -38,19 +38,19 @@ class Admin:
         """The state of the proxy, without a call of llama-server."""
         each = [admin.status() for admin in self._admins()]
         state = {"mode": self._proxy.mode, "draining": self._proxy.shared.draining}
-        servers = self._proxy.servers
-        if servers is None:
+        control = self._proxy.pool_control
+        if control is None:
             return each[0] | state
         return (
             each[0]
             | {
-                "server": servers.described(),
-                "reachable": servers.has_available,
+                "server": control.described(),
+                "reachable": control.has_available,
                 "slots": [holder for one in each for holder in one["slots"]],
                 "queued": sum(one["queued"] for one in each),
                 "degraded": any(one["degraded"] for one in each),
                 "snapshots_off": any(one["snapshots_off"] for one in each),
-                "servers": servers.rows(),
+                "servers": control.rows(),
             }
             | state
         )
@@ -141,22 +141,22 @@ class Admin:
 
     def server_rows(self) -> list[dict[str, Any]]:
         """One row for each server of a pool; empty where there is only one server."""
-        servers = self._proxy.servers
-        return servers.rows() if servers is not None else []
+        control = self._proxy.pool_control
+        return control.rows() if control is not None else []
 
     def drain(self, name: str, draining: bool) -> dict[str, Any]:
         """Have conversations leave a server of a pool, or come back; its row after that.
 
         Raises RequestError (404) when no server has this name.
         """
-        servers = self._proxy.servers
-        if servers is None:
+        control = self._proxy.pool_control
+        if control is None:
             raise RequestError(
                 "there is only one server: drain needs a pool (pool.upstreams)",
                 "unknown_server",
                 404,
             )
-        return servers.drain(name, draining)
+        return control.drain(name, draining)
 
     def _server_of(self, admin: SessionAdmin) -> dict[str, Any]:
         name = admin.context.server_name

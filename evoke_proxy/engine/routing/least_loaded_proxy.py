@@ -11,8 +11,9 @@ from multidict import CIMultiDict
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.transport import Body, Reply
-from evoke_proxy.engine.routing.health_monitor import HealthMonitor
+from evoke_proxy.engine.routing.pool_servers import PoolServers
 from evoke_proxy.engine.routing.server_choice import ServerChoice
+from evoke_proxy.engine.routing.server_requests import ServerRequests
 from evoke_proxy.errors import STATUS_LOADING, RequestError, UpstreamError
 
 # In a request: the name of the server to use; in a reply: the name of the server that answered.
@@ -26,8 +27,11 @@ Opening: TypeAlias = AbstractAsyncContextManager[Reply]
 class LeastLoadedProxy:
     """Opens requests at a server of a pool, and at another one when a connection is refused."""
 
-    def __init__(self, servers: HealthMonitor, choice: ServerChoice) -> None:
+    def __init__(
+        self, servers: PoolServers, requests: ServerRequests, choice: ServerChoice
+    ) -> None:
         self._servers = servers
+        self._requests = requests
         self._choice = choice
 
     @asynccontextmanager
@@ -87,7 +91,7 @@ class LeastLoadedProxy:
 
     @asynccontextmanager
     async def _tracked(self, at: int, opening: Opening) -> AsyncIterator[Reply]:
-        with self._servers.request_at(at):
+        with self._requests.counted(at):
             async with opening as reply:
                 reply.headers[SERVER_HEADER] = self._servers.name(at)
                 if reply.status != STATUS_LOADING:

@@ -28,7 +28,7 @@ class ModelRouter:
     Where the server is a router and snapshots are enabled, each model has a server of its own.
     """
 
-    servers = None
+    pool_control = None
 
     def __init__(
         self,

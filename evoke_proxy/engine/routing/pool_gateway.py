@@ -19,8 +19,12 @@ from evoke_proxy.engine.routing.health_monitor import HealthMonitor
 from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER, LeastLoadedProxy
 from evoke_proxy.engine.routing.migration import migrate_conversation
 from evoke_proxy.engine.routing.model_router import ModelRouter
+from evoke_proxy.engine.routing.pool_control import PoolControl
+from evoke_proxy.engine.routing.pool_servers import PoolServers
 from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.routing.server_choice import ServerChoice
+from evoke_proxy.engine.routing.server_requests import ServerRequests
+from evoke_proxy.engine.routing.server_states import ServerStates
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import STATUS_LOADING, UpstreamError, UpstreamUnavailable
 
@@ -62,6 +66,9 @@ class PoolGateway:
 
     Attributes:
         servers: the servers by their index in the configuration.
+        requests: the requests at the servers.
+        monitor: checks the servers.
+        pool_control: shows the servers to operators, and drains them.
         choice: chooses the server of a request.
     """
 
@@ -69,19 +76,25 @@ class PoolGateway:
         self.config = config
         self.shared = shared
         self.metrics, self.feed = shared.metrics, shared.feed
-        self.servers = HealthMonitor(routers, config.pool, self.metrics, self.feed)
+        self.servers = servers = PoolServers(routers, config.pool)
+        self.requests = requests = ServerRequests(servers)
+        self._states = states = ServerStates(servers, self.metrics, self.feed)
+        timeout_s = config.pool.health_timeout_s
+        self.monitor = HealthMonitor(servers, requests, states, self.metrics, timeout_s)
+        self.pool_control = PoolControl(servers, states)
         self.clients = {name: router.upstream for name, router in routers.items()}
         limit = _ROUTES_PER_CONVERSATION * config.limits.sessions
         self._affinity = Affinity(len(routers), limit)
-        self.choice = ServerChoice(self.servers, self._affinity)
-        self.upstream = LeastLoadedProxy(self.servers, self.choice)
+        self.choice = ServerChoice(servers, states, self.monitor, self._affinity, self.metrics)
+        self.upstream = LeastLoadedProxy(servers, requests, self.choice)
         self._exit_stack = AsyncExitStack()
 
     async def __aenter__(self) -> PoolGateway:
         await self._exit_stack.enter_async_context(self.shared)
         for router in self.servers.routers.values():
             await self._exit_stack.enter_async_context(router)
-        await self._exit_stack.enter_async_context(self.servers)
+        await self._exit_stack.enter_async_context(self.pool_control)
+        await self._exit_stack.enter_async_context(self.monitor)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -123,7 +136,7 @@ class PoolGateway:
                 route = await self._route_to(route, at)
                 try:
                     attempt = self._attempt(at, _Routed(request, origin, route), trace)
-                    exchange = await self.servers.open(at, stack.enter_async_context(attempt))
+                    exchange = await self.requests.open(at, stack.enter_async_context(attempt))
                     break
                 except UpstreamError as error:
                     may_have_crashed = isinstance(error, UpstreamUnavailable)
@@ -151,7 +164,7 @@ class PoolGateway:
         """Open a request at one server; UpstreamUnavailable when it still loads its model."""
         router, route, name = self.servers[at], routed.route, self.servers.name(at)
         trace.server = name
-        with self.servers.request_at(at), self._tracked(route, routed.origin):
+        with self.requests.counted(at), self._tracked(route, routed.origin):
             async with router.exchange(routed.request, trace) as exchange:
                 # A later request may have moved the conversation while this one waited.
                 if exchange.session is not None and route.server == at:
@@ -167,7 +180,7 @@ class PoolGateway:
 
     def upstream_failed(self, error: UpstreamError) -> None:
         """Count a failure of the llama-server that `error` names."""
-        self.servers.report_failure(error)
+        self.monitor.report_failure(error)
 
     async def save_all(self) -> None:
         """Save at every healthy server what would be lost if the proxy stopped now."""
@@ -186,7 +199,7 @@ class PoolGateway:
         """The readiness checks; the proxy is ready when at least one server takes requests."""
         available = self.servers.available
         checks = {
-            "upstream": {"ok": bool(available), "detail": self.servers.described()},
+            "upstream": {"ok": bool(available), "detail": self._states.described()},
             "accepting": self.shared.accepting(),
         }
         for at in available:

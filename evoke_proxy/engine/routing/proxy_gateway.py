@@ -13,6 +13,7 @@ from evoke_proxy.config import Config
 from evoke_proxy.engine.feed import EventFeed
 from evoke_proxy.engine.gateway import Gateway
 from evoke_proxy.engine.parsing.parser import RequestParser
+from evoke_proxy.engine.routing.pool_control import PoolControl
 from evoke_proxy.engine.routing.served_model import ServedModel
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.errors import UpstreamError
@@ -29,27 +30,6 @@ class RequestOpener(Protocol):
         body: Body | None = None,
     ) -> AbstractAsyncContextManager[Reply]:
         """Send a request and yield its reply; see LlamaClient.open."""
-        ...
-
-
-class PoolControl(Protocol):
-    """Shows and drains the servers of a pool."""
-
-    @property
-    def has_available(self) -> bool:
-        """Whether any of them takes requests."""
-        ...
-
-    def described(self) -> str:
-        """The states of all servers in one line."""
-        ...
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each server, for operators."""
-        ...
-
-    def drain(self, name: str, draining: bool) -> dict[str, Any]:
-        """Start or stop draining a server; returns its row."""
         ...
 
 
@@ -77,8 +57,8 @@ class ProxyGateway(Gateway, Protocol):
         ...
 
     @property
-    def servers(self) -> PoolControl | None:
-        """The servers of a pool; None where there is only one server."""
+    def pool_control(self) -> PoolControl | None:
+        """Shows and drains the servers of a pool; None where there is only one server."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Health checks: failures of a check, open breakers, and an event loop that clients keep busy."""
+"""Health checks: failures of a check, and an event loop that clients keep busy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pool_fixtures import pool_gateway
 from evoke_proxy.config import Config, EmbedderConfig, PoolConfig, UpstreamConfig
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.pool_gateway import PoolGateway
-from evoke_proxy.errors import UpstreamUnavailable
 
 # Seconds for which each step of the event loop is blocked, and the limit of a check.
 STEP_S, LIMIT_S = 0.03, 0.15
@@ -80,52 +79,7 @@ def test_health_checks_continue_after_any_failure_of_a_check(monkeypatch: Any) -
 
         monkeypatch.setattr(gateway.servers[0].upstream, "call", odd)
         with pytest.raises(ZeroDivisionError):
-            await gateway.servers._check(0)
+            await gateway.monitor._check(0)
         assert gateway.servers.pool.due_checks(asyncio.get_running_loop().time() + 60) == [0]
 
     asyncio.run(checked())
-
-
-def test_a_request_stops_waiting_for_a_server_whose_breaker_opens() -> None:
-    """The request is not passed on, even if its answer has just arrived or leaving takes long."""
-
-    async def called_off() -> None:
-        gateway = pool_gateway()
-        answered, left, passed_on = asyncio.Event(), asyncio.Event(), False
-
-        async def request() -> None:
-            nonlocal passed_on
-
-            async def opening() -> None:
-                try:
-                    await answered.wait()
-                finally:
-                    await left.wait()
-
-            await gateway.servers.open(1, opening())
-            passed_on = True
-
-        async def ends(ended: type[BaseException]) -> None:
-            task = asyncio.get_running_loop().create_task(request())
-            await asyncio.sleep(0)
-            answered.set()
-            gateway.servers._on_breaker_opened(1, "")
-            if ended is asyncio.CancelledError:
-                task.cancel()
-            await asyncio.sleep(0)
-            gateway.servers._on_breaker_opened(1, "")
-            left.set()
-            with pytest.raises(BaseException) as error:
-                await task
-            assert error.type is ended and not passed_on and not gateway.servers._openings[1]
-            answered.clear()
-            left.clear()
-
-        await ends(UpstreamUnavailable)
-        await ends(asyncio.CancelledError)
-        answered.set()
-        left.set()
-        await request()
-        assert passed_on
-
-    asyncio.run(called_off())

@@ -10,11 +10,9 @@ import pytest
 from pool_fixtures import set_healthy
 
 from evoke_proxy.config import Config, EmbedderConfig, PoolConfig
-from evoke_proxy.core.servers.affinity import Affinity
 from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.routing.least_loaded_proxy import SERVER_HEADER, LeastLoadedProxy
 from evoke_proxy.engine.routing.pool_gateway import PoolGateway
-from evoke_proxy.engine.routing.server_choice import ServerChoice
 from evoke_proxy.errors import NoServer, RequestError, UpstreamUnavailable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -65,8 +63,7 @@ def served(
         )
         assert isinstance(gateway, PoolGateway)
         set_healthy(gateway, 0, 1)
-        choice = ServerChoice(gateway.servers, Affinity(2, limit=10))
-        servers.proxy = LeastLoadedProxy(gateway.servers, choice)
+        servers.proxy = gateway.upstream
         async with gateway.servers[0].upstream, gateway.servers[1].upstream:
             await use(servers)
         for listener in listeners:

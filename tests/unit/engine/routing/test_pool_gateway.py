@@ -69,32 +69,6 @@ def test_records_are_loaded_at_the_server_they_belong_to() -> None:
         assert indices == expected
 
 
-def test_a_draining_server_saves_its_slots_after_its_last_answer(
-    monkeypatch: Any,
-) -> None:
-    saved: list[int] = []
-
-    async def keep() -> None:
-        saved.append(1)
-
-    async def drained(again: bool) -> list[int]:
-        gateway = pool_gateway()
-        saved.clear()
-        monkeypatch.setattr(gateway.servers[1], "save_all", keep)
-        async with gateway.servers._tasks as tasks:
-            with gateway.servers.request_at(1):
-                assert gateway.servers.drain("b", True)["draining"]
-                await asyncio.sleep(0.02)
-                assert not saved, "the server still answers a request"
-                if again:
-                    gateway.servers.drain("b", False)
-            await tasks.ended(())
-            return list(saved)
-
-    assert asyncio.run(drained(again=False)) == [1]
-    assert asyncio.run(drained(again=True)) == [], "the server no longer drains"
-
-
 def test_a_request_fails_over_until_no_server_is_left() -> None:
     async def passed() -> None:
         gateway = pool_gateway()

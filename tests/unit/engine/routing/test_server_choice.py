@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pool_fixtures import pool_gateway, set_healthy
 
-from evoke_proxy.core.servers.affinity import Affinity, Route
+from evoke_proxy.core.servers.affinity import Route
 from evoke_proxy.engine.routing.server_choice import ServerChoice
 from evoke_proxy.errors import NoServer, UpstreamUnavailable
 
@@ -20,7 +20,7 @@ def chosen(use: Callable[[ServerChoice, Any], None], *healthy: int) -> None:
     async def work() -> None:
         gateway = pool_gateway()
         set_healthy(gateway, *healthy)
-        use(ServerChoice(gateway.servers, Affinity(2, limit=10)), gateway)
+        use(gateway.choice, gateway)
 
     asyncio.run(work())
 
