@@ -18,7 +18,7 @@ from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix, ha
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP, WHOLE
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.costs import cost_of
-from evoke_proxy.core.snapshots.snapshots import Match, Snapshot, best
+from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
@@ -121,13 +121,13 @@ class SlotSnapshots:
         own = [
             it
             for it in self.repository.snapshots
-            if it.tenant == tenant and self._transfers.may_restore(it)
+            if it.tenant == tenant and self._transfers.choice.may_restore(it)
         ]
         branch = [it for it in own if it.branch == conversation.id]
         if any(it.n_tokens >= view.n_tokens and _begins(it, tokens) for it in branch):
             return False  # it was saved after the latest reply
         usable = branch + [it for it in own if it.kind in SHARED_KINDS]
-        existing = best(usable, tokens, partial=False)
+        existing = self._transfers.choice.to_restore(usable, tokens)
         gain = view.n_tokens - (existing.shared if existing is not None else 0)
         if gain < _MIN_GAIN:
             return False
@@ -148,13 +148,13 @@ class SlotSnapshots:
             item
             for item in self.repository.snapshots
             if (item.tenant, item.branch) == (conversation.tenant, conversation.id)
-            and self._transfers.may_restore(item)
         ]
-        if not _reaches_beyond(best(own, tokens, partial=False), n_past):
+        choice = self._transfers.choice
+        if not _reaches_beyond(choice.to_restore(own, tokens), n_past):
             return None
         fingerprint = await api.fingerprint()
         usable = (item for item in own if item.fingerprint == fingerprint)
-        match = best(usable, tokens, partial=False)
+        match = choice.to_restore(usable, tokens)
         return match if _reaches_beyond(match, n_past) else None
 
     async def restore(self, match: Match, turn: RenderedTurn) -> bool:
@@ -208,8 +208,8 @@ class SharedSlot:
         """
         await self._repository.refresh()
         owned = self._repository.of(self._turn.request.tenant, self._fingerprint)
-        shared = [it for it in owned if it.kind in SHARED_KINDS and self._transfers.may_restore(it)]
-        return best(shared, tokens[:-1], partial=False)
+        shared = (it for it in owned if it.kind in SHARED_KINDS)
+        return self._transfers.choice.to_restore(shared, tokens[:-1])
 
     async def restore(self, match: Match) -> bool:
         """Verify a state and fill the slot with it; False when that is not possible."""

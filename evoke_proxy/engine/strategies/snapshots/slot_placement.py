@@ -243,7 +243,7 @@ class SlotPlacement:
         scope.keep_open(closing(lock))
         await lock.take()
         match = self._transfers.find(turn.request.tenant, turn.prompt[:-1])
-        is_proven = match is not None and self._transfers.was_useful(match.snapshot)
+        is_proven = match is not None and self._transfers.choice.was_useful(match.snapshot)
         if match is None or (is_proven and not self._may_clear):
             lock.close()
 

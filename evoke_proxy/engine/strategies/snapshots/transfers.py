@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import Any
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens
-from evoke_proxy.core.snapshots.snapshots import Match, Snapshot, best
+from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import finished
+from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
@@ -29,6 +29,9 @@ class SnapshotTransfers:
 
     A save or a restore that has begun runs to its end, also when its caller is cancelled: until
     then nothing else may use the slot.
+
+    Attributes:
+        choice: Chooses the snapshot to restore.
     """
 
     def __init__(
@@ -40,13 +43,12 @@ class SnapshotTransfers:
         metrics: Metrics,
         tasks: BackgroundTasks,
     ) -> None:
+        self.choice = SnapshotChoice(repository)
         self._repository = repository
         self._probe = probe
         self._unverified = unverified
         self._metrics = metrics
         self._tasks = tasks
-        self._refused: set[str] = set()  # ids of snapshots that llama-server did not restore
-        self._useful: set[str] = set()  # ids of snapshots whose restore has saved decoding
         self._seals: set[asyncio.Task[None]] = set()  # of files that become snapshots now
 
     def find(self, tenant: str, tokens: Tokens) -> Match | None:
@@ -55,25 +57,7 @@ class SnapshotTransfers:
         if self._probe.problem or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
-        # One that was of use stays so while it is restored into another slot.
-        usable = (
-            replace(item, suspect=False) if item.suspect and self.was_useful(item) else item
-            for item in snapshots
-            if self.may_restore(item)
-        )
-        return best(usable, tokens, behaviour.can_restore_partly)
-
-    def was_useful(self, snapshot: Snapshot) -> bool:
-        """Return whether a restore of a snapshot by this process has saved decoding."""
-        return snapshot.id in self._useful
-
-    def _with(self, ids: set[str], snapshot: Snapshot) -> set[str]:
-        """Return ids with that of a snapshot, without those of snapshots that were deleted."""
-        return {one.id for one in self._repository.snapshots if one.id in ids} | {snapshot.id}
-
-    def may_restore(self, snapshot: Snapshot) -> bool:
-        """Return whether llama-server has not refused to restore a snapshot."""
-        return snapshot.id not in self._refused
+        return self.choice.to_restore(snapshots, tokens, behaviour.can_restore_partly)
 
     async def restore(self, match: Match, slot: int, api: StockApi) -> bool:
         """Verify a snapshot and fill a slot with it; return False when that is not possible.
@@ -161,7 +145,7 @@ class SnapshotTransfers:
         behaviour = self._probe.behaviour
         useful = behaviour.restore.record(match.shared, cached)
         if useful:
-            self._useful = self._with(self._useful, match.snapshot)
+            self.choice.record_use(match.snapshot)
         if not match.extends:
             behaviour.partial_restore.record(match.shared, cached)
         self._repository.end_restore(match.snapshot, useful)
@@ -184,8 +168,8 @@ class SnapshotTransfers:
         probe = self._probe
         if probe.problem:
             return "reduced"
-        existing = best(self._repository.of(tenant, probe.fingerprint), tokens, partial=False)
-        gain = len(tokens) - (existing.shared if existing is not None else 0)
+        owned = self._repository.of(tenant, probe.fingerprint)
+        gain = len(tokens) - self.choice.n_saved(owned, tokens)
         if not gain:
             return "there"
         if len(tokens) <= probe.behaviour.window_tokens:
@@ -297,7 +281,7 @@ class SnapshotTransfers:
 
     def _give_up(self, snapshot: Snapshot, result: str, reason: str) -> None:
         """Exclude a snapshot from later restores: llama-server runs, and did not restore it."""
-        self._refused = self._with(self._refused, snapshot)
+        self.choice.record_refusal(snapshot)
         self._repository.end_restore(snapshot, useful=False)
         self._probe.behaviour.restore.record(snapshot.n_tokens, 0)
         self._metrics.restores.labels(result=result).inc()

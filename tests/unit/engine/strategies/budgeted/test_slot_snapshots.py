@@ -16,6 +16,7 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.engine.server.slot_queue import Preempted
+from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 
@@ -85,12 +86,13 @@ def _find(n_past: int, *items: Any, refused: str = "") -> tuple[str | None, int]
 
     none: Any = None
 
-    def may_restore(item: Any) -> bool:
-        return item.id != refused
-
-    transfers: Any = SimpleNamespace(may_restore=may_restore)
     api: Any = SimpleNamespace(fingerprint=fingerprint)
     repository: Any = SimpleNamespace(snapshots=items)
+    choice = SnapshotChoice(repository)
+    for item in items:
+        if item.id == refused:
+            choice.record_refusal(item)
+    transfers: Any = SimpleNamespace(choice=choice)
     conversation: Any = SimpleNamespace(tenant="t", id="b")
     slots = SlotSnapshots(
         probe=none,
