@@ -90,7 +90,7 @@ def build_server(
     snapshots = build_snapshots(config, shared, resources)
     records = SessionPersistence(
         home=client.url,
-        slot_snapshots=None if model else build_slot_snapshots(shared, resources, snapshots),
+        slot_snapshots=None if model else build_slot_snapshots(resources, snapshots),
         conversations=resources.conversations,
         embedding=shared.embedding,
         homes=shared.homes,
@@ -98,12 +98,12 @@ def build_server(
     )
     strategies = Strategies(
         budgeted=build_budgeted(shared, resources, records),
-        snapshots=snapshots if snapshots.is_enabled else None,
+        snapshots=snapshots,
         passthrough=Passthrough(resources),
     )
     return ServedModel(
         server=Server(resources, strategies),
-        snapshots=snapshots,
+        repository=shared.repository,
         records=records,
         embedding=shared.embedding,
         server_name=server_name,
@@ -130,8 +130,15 @@ def build_budgeted(
     )
 
 
-def build_snapshots(config: Config, shared: Shared, resources: ServerResources) -> SnapshotStrategy:
-    """The strategy for an unpatched server; its background work ends before that of others."""
+def build_snapshots(
+    config: Config, shared: Shared, resources: ServerResources
+) -> SnapshotStrategy | None:
+    """The strategy for an unpatched server; None without a directory for snapshots.
+
+    Its background work ends before that of others.
+    """
+    if shared.repository is None:
+        return None
     return SnapshotStrategy(
         config=config.snapshots,
         repository=shared.repository,
@@ -141,15 +148,15 @@ def build_snapshots(config: Config, shared: Shared, resources: ServerResources) 
 
 
 def build_slot_snapshots(
-    shared: Shared, resources: ServerResources, snapshots: SnapshotStrategy
+    resources: ServerResources, snapshots: SnapshotStrategy | None
 ) -> SlotSnapshots | None:
     """Whole slots of a patched server as files; None without a directory for snapshots."""
-    if not snapshots.is_enabled:
+    if snapshots is None:
         return None
     return SlotSnapshots(
         probe=snapshots.probe,
         transfers=snapshots.transfers,
-        repository=shared.repository,
+        repository=snapshots.repository,
         conversations=resources.conversations,
         metrics=resources.metrics,
     )

@@ -19,6 +19,7 @@ class Shared:
     Attributes:
         homes: URLs of the servers of a pool in their order; empty where there is only one server.
         draining: whether the proxy is stopping.
+        repository: stores snapshots and session records; None without a directory for them.
     """
 
     def __init__(self, config: Config, homes: tuple[str, ...] = ()) -> None:
@@ -27,20 +28,20 @@ class Shared:
         self.metrics = Metrics()
         self.feed = EventFeed()
         self.embedding = EmbeddingService(config.embedder, self.metrics)
-        self.repository = SnapshotRepository(config.snapshots, self.metrics)
+        keeps = bool(config.snapshots.directory)
+        self.repository = SnapshotRepository(config.snapshots, self.metrics) if keeps else None
         self.body_memory = BodyMemory(config.limits.bodies_mib)
         self.parser = RequestParser(config, self.metrics)
-        self._keeps = bool(config.snapshots.directory)
 
     async def __aenter__(self) -> Shared:
-        if self._keeps:
+        if self.repository is not None:
             self.repository.open()
         await self.embedding.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.embedding.__aexit__()
-        if self._keeps:
+        if self.repository is not None:
             self.repository.close()
 
     def adjust(self, config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from evoke_proxy.core.snapshots.snapshots import Snapshot
@@ -46,7 +46,6 @@ class SessionEraser:
         Raises RequestError (409), and deletes nothing, while a request of one of them runs. The
         list is emptied step by step: freeing hundreds of sessions at once blocks the event loop.
         """
-        context = self._context
         busy = [item.id for item in conversations if item.in_use]
         if busy:
             raise RequestError(
@@ -57,13 +56,13 @@ class SessionEraser:
             del item
         ids = {item.id for item in conversations}
         # After this, nothing of them is being written to disk.
-        await context.snapshots.wait_until_idle(ids)
+        await self._wait_until_idle(ids)
         left: list[str] = []
         conversations.reverse()
         while conversations:
             left += await self._delete_live(conversations.pop())
             await asyncio.sleep(0)
-        snapshots = await self._delete_stored(selects, left) if context.snapshots.is_enabled else ()
+        snapshots = await self._delete_stored(selects, left)
         async for id in _in_steps(ids | {item.branch for item in snapshots}):
             self._server.resources.feed.publish("deleted", session=id)
         return {"sessions": len(ids), "snapshots": len(snapshots), "left": left}
@@ -72,9 +71,8 @@ class SessionEraser:
         """Delete all data of a tenant, and what has no tenant: vectors, quarantined snapshots."""
         context = self._context
         # Forgotten sessions may still be written, too.
-        await context.snapshots.wait_until_idle()
+        await self._wait_until_idle()
         conversations = [item for item in self._server.conversations if item.tenant == tenant]
-        repository = context.snapshots.repository if context.snapshots.is_enabled else None
         result = await self.delete(conversations, lambda owner, _session: owner == tenant)
         if self._server.info.obstacle != "unreachable":
             try:
@@ -82,15 +80,22 @@ class SessionEraser:
                     result["left"].append(left)
             except EvokeError as error:
                 result["left"].append(f"copies in llama-server: {error}")
-        if repository is not None:
+        if (repository := context.repository) is not None:
             repository.forget_aside()
             await repository.wait_for_deletions()
         context.embedding.forget()
         return result
 
+    async def _wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
+        """Wait until nothing of these sessions (None: of any) is being written to disk."""
+        for strategy in self._server.strategies.each():
+            await strategy.wait_until_idle(sessions)
+
     async def _delete_stored(self, selects: Selector, left: list[str]) -> Sequence[Snapshot]:
         """Delete snapshots and records on disk; returns the deleted snapshots."""
-        repository = self._context.snapshots.repository
+        repository = self._context.repository
+        if repository is None:
+            return ()
         selected = [item for item in repository.snapshots if selects(item.tenant, item.branch)]
         for snapshot in selected:
             repository.delete(snapshot, "asked")
@@ -119,7 +124,8 @@ class SessionEraser:
             left.append(f"rows in its slot: {error}")
         self._server.slots.pool.forget(conversation.id)
         context.records.forget(conversation.id)
-        context.snapshots.forget_contents(conversation)
+        for strategy in self._server.strategies.each():
+            strategy.forget_contents(conversation)
         try:
             await self._server.strategy.drop_copies(conversation)
         except EvokeError as error:

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from evoke_proxy import __version__
@@ -108,8 +109,8 @@ class SessionAdmin:
     @property
     def branches(self) -> dict[str, list[Snapshot]]:
         """Snapshots by the session that they belong to."""
-        snapshots = self.context.snapshots
-        return by_branch(snapshots.repository.snapshots) if snapshots.is_enabled else {}
+        repository = self.context.repository
+        return by_branch(repository.snapshots) if repository is not None else {}
 
     def rows(self, branches: dict[str, list[Snapshot]]) -> Iterator[dict[str, Any]]:
         """One row for each live session, the most recently used first.
@@ -192,8 +193,9 @@ class SessionAdmin:
         if conversation is not None:
             conversation.pin(pinned)
             self.context.records.update_overrides(conversation)
-        for item in items:
-            self.context.snapshots.repository.pin(item, pinned)
+        if (repository := self.context.repository) is not None:
+            for item in items:
+                repository.pin(item, pinned)
         self._feed.publish("session", session=id, pinned=pinned)
 
     def set_budget(self, id: str, budget: int | None, own: bool = True) -> None:
@@ -267,7 +269,9 @@ class SessionAdmin:
     async def export(self, id: str) -> Iterator[bytes]:
         """A tar archive of a session, in pieces; see `archive`."""
         conversation, items = self._find(id)
-        directory, row = self.context.snapshots.repository.files.directory, {}
+        repository, row = self.context.repository, {}
+        # Without a repository there are no items either.
+        directory = repository.files.directory if repository is not None else Path()
         if conversation is not None:
             where, is_fresh = await self._locate(conversation)
             row = self._row(conversation, {}) | {

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
-from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -16,8 +16,8 @@ class ServedModel:
     """One llama-server, or one model behind a router; an async context manager."""
 
     server: Server
-    # Owns the snapshots and their files.
-    snapshots: SnapshotStrategy
+    # Owns the snapshots and their files; None without a directory for them.
+    repository: SnapshotRepository | None
     # Owns the records of sessions on disk.
     records: SessionPersistence
     # Owns the vectors of blocks.

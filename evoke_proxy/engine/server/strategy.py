@@ -6,7 +6,7 @@ The strategies themselves are in engine/strategies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -130,6 +130,12 @@ class CacheStrategy(ABC):
 
     def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """Delete the copies, snapshots and records of a conversation that was forgotten."""
+
+    async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
+        """Cancel decoding ahead for these sessions, or with None for all, and wait for saves."""
+
+    def forget_contents(self, conversation: Conversation) -> None:
+        """Note that no slot has rows of a conversation."""
 
     async def slot_with_rows(self, conversation: Conversation) -> int | None:
         """The slot where this strategy left rows of a conversation; None when none has them now."""

@@ -46,7 +46,7 @@ class SnapshotStrategy(CacheStrategy):
 
     Snapshots of a conversation's slot are saved at the end of its history, and restored when other
     conversations have used the slot or the server was restarted. Leaving the context ends all
-    background work. Without a snapshot directory the strategy is never selected nor entered.
+    background work.
     """
 
     mode = "snapshots"
@@ -107,11 +107,6 @@ class SnapshotStrategy(CacheStrategy):
         await self._tasks.__aexit__()
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether a directory for snapshots is configured."""
-        return bool(self._config.directory)
-
-    @property
     def repository(self) -> SnapshotRepository:
         """Stores the snapshots."""
         return self._repository
@@ -148,7 +143,7 @@ class SnapshotStrategy(CacheStrategy):
         self._slots.preempt(STEP_GRACE_S)
 
     async def wait_until_idle(self, sessions: Collection[str] | None = None) -> None:
-        """Cancel decoding ahead for these sessions, or with None for all, and wait for saves."""
+        """See CacheStrategy."""
         await self._lookahead.wait_until_idle(sessions)
 
     async def slot_with_rows(self, conversation: Conversation) -> int | None:
@@ -172,7 +167,7 @@ class SnapshotStrategy(CacheStrategy):
         await self._client.call("POST", f"/slots/{slot}?action=erase", {})
 
     def forget_contents(self, conversation: Conversation) -> None:
-        """Note that no slot has rows of a conversation."""
+        """See CacheStrategy."""
         conversation.snapshots.contents_changed(None)
 
     def server_started(self, server: ServerInfo) -> None:

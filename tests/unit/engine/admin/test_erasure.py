@@ -124,6 +124,23 @@ def test_rows_at_a_server_that_does_not_answer_are_reported_as_left() -> None:
     asyncio.run(scenario())
 
 
+def test_without_a_directory_a_session_is_pinned_exported_and_deleted_all_the_same() -> None:
+    upstream = UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1)
+
+    async def scenario() -> None:
+        async with build_router(Config(upstream=upstream)) as engine:
+            (served,) = engine.served_models
+            assert engine.shared.repository is None is served.repository
+            assert engine.server.strategies.snapshots is None is served.records.slot_snapshots
+            conversation, admin = engine.conversations.start(EMPTY, None, "t"), Admin(engine)
+            admin.pin(conversation.id, True)
+            assert b"manifest.json" in b"".join(await admin.export(conversation.id))
+            deleted = {"sessions": 1, "snapshots": 0, "left": []}
+            assert await asyncio.wait_for(admin.wipe("t"), 60) == deleted
+
+    asyncio.run(scenario())
+
+
 def test_a_session_evicted_from_the_registry_loses_its_record(tmp_path: Path) -> None:
     config = Config(
         upstream=UpstreamConfig(url="http://127.0.0.1:1", connect_timeout_s=0.1),

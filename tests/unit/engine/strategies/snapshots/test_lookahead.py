@@ -22,7 +22,7 @@ from evoke_proxy.core.prompt.rendered import SlotView
 from evoke_proxy.core.session.codec import OperatorOverrides
 from evoke_proxy.core.session.codec import decode as decode_record
 from evoke_proxy.engine.admin.admin import Admin
-from evoke_proxy.engine.assembly import build_router, build_snapshots
+from evoke_proxy.engine.assembly import build_router
 from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
@@ -44,8 +44,9 @@ def with_engine(
     events: list[str] = []
 
     async def run() -> None:
-        router = build_router(Config())
-        engine = router.server
+        # No file is written, and the directory is not opened.
+        router = build_router(Config(snapshots=SnapshotsConfig(directory="unused")))
+        engine, snapshots = router.server, router.server.strategies.snapshots
         engine.conversations.recall(session_record())
         (conversation,) = engine.conversations
         conversation.budgeted.epoch = 5
@@ -57,7 +58,6 @@ def with_engine(
             events.append("decoded")
             return PrefillResult(0, 0, 9, 0.05, TIMINGS)
 
-        snapshots = build_snapshots(Config(), router.shared, engine.resources)
         whole[engine] = SlotSnapshots(
             probe=snapshots.probe,
             transfers=snapshots.transfers,
