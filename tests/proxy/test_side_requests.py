@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from conversation import FILLER, ChatClient
+from conversation import FILLER, ChatClient, events
 from harness import RunningProxy, ask, proxy
+from stock_deployment import Deployment
+
+from evoke_proxy.adapters.metrics import TOKEN_KINDS
 
 JSON = {"Content-Type": "application/json"}
 BUDGET = 320
@@ -98,6 +103,54 @@ def test_saved_blocks_of_a_side_request_are_dropped(patched_port: int) -> None:
         session_id = _sessions(running)[0]["id"]
         blocks = json.loads(ask(patched_port, "GET", "/slots/0/blocks").body)["blocks"]
         assert {block["name"].partition("/")[0] for block in blocks} == {session_id}
+
+
+def _tokens(running: RunningProxy) -> dict[str, float]:
+    return {kind: running.metric("evoke_tokens_total", kind=kind) for kind in TOKEN_KINDS}
+
+
+def _prompt_of(reply: dict[str, Any]) -> int:
+    """The tokens of the prompt that a reply states, in any dialect."""
+    usage = reply["usage"]
+    if "prompt_tokens" in usage:
+        return int(usage["prompt_tokens"])
+    return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["stock", "patched"])
+def test_the_tokens_of_side_requests_are_counted_beside_those_of_the_sessions(
+    patched: bool, patched_port: int, tmp_path: Path
+) -> None:
+    """All prompts that the replies state are counted once; the sessions have only their own."""
+    with ExitStack() as stack:
+        deployment = Deployment(tmp_path)
+        port = patched_port if patched else stack.enter_context(deployment.server())
+        folder = "" if patched else str(tmp_path)
+        running = stack.enter_context(proxy(port, snapshots__directory=folder))
+        client = ChatClient(running.port)
+        n_turns = n_side = 0
+        for path, body in SIDE_REQUESTS[:4]:
+            client.messages.append({"role": "user", "content": f"Go on. {FILLER}"})
+            reply = json.loads(client.post().body)
+            client.messages.append(reply["choices"][0]["message"])
+            n_turns += _prompt_of(reply)
+            before = _tokens(running)
+            answer = ask(running.port, "POST", path, json.dumps(body).encode(), JSON)
+            assert answer.status == 200, answer.body
+            if body.get("stream"):
+                (end,) = [each for each in events(answer.body) if each.get("timings")]
+                expected = end["timings"]["cache_n"] + end["timings"]["prompt_n"]
+            else:
+                expected = _prompt_of(json.loads(answer.body))
+            n_side += expected
+            counted = _tokens(running)
+            assert sum(counted.values()) - sum(before.values()) == expected > 0, path
+            assert counted["decoded"] > before["decoded"]
+        assert sum(_tokens(running).values()) == n_turns + n_side
+        assert running.metric("evoke_ttft_seconds_count", path="side") == 4
+        (session,) = _sessions(running)
+        details = json.loads(ask(running.port, "GET", f"/evoke/sessions/{session['id']}").body)
+        assert sum(turn["prompt"] for turn in details["history"]) == n_turns
 
 
 def test_subagents_that_share_an_id_are_separate_sessions(two_slots_port: int) -> None:

@@ -101,9 +101,10 @@ class TurnFinalizer:
     def _count(self, turn: PreparedTurn, outcome: Outcome, record: TurnRecord | None) -> None:
         """Count the time to the first byte, and the tokens if the reply has no accounting."""
         metrics = self._server.metrics
-        path = "side" if turn.conversation is not None else "relay"
         if outcome.first_byte_s is not None:
-            path = record.path if record is not None else path
+            path = record.path if record is not None else "relay"
+            if turn.conversation is not None and turn.remembered is None:
+                path = "side"
             metrics.ttft_seconds.labels(path=path).observe(outcome.first_byte_s)
         if record is not None and outcome.accounting is None:
             metrics.count_tokens({kind: getattr(record, kind) for kind in TOKEN_KINDS})

@@ -31,12 +31,17 @@ def publish_start(turn: PreparedTurn, feed: EventFeed) -> None:
 
 
 def record_end(turn: PreparedTurn, outcome: Outcome, feed: EventFeed) -> TurnRecord | None:
-    """Record a turn whose reply is over; None when it is no turn, or there was no reply."""
-    conversation = turn.remembered
+    """Record a turn whose reply is over; None when it is no turn, or there was no reply.
+
+    A side request has a record, too, but it is in no history, and it is not published.
+    """
+    conversation = turn.conversation
     if conversation is None or outcome.first_byte_s is None:
         return None
-    record = conversation.history.add(_record(turn, outcome, conversation.n_turns + 1))
-    feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
+    record = _record(turn, outcome, conversation.n_turns + 1)
+    if turn.remembered is not None:
+        record = conversation.history.add(record)
+        feed.publish("answer", session=conversation.id, name=conversation.name, **record.to_json())
     return record
 
 

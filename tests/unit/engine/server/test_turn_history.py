@@ -95,8 +95,17 @@ def test_no_turn_is_recorded_without_a_reply_or_a_conversation() -> None:
     assert record_end(turn, Outcome(is_finished=False), feed) is None
     replied = Outcome(is_finished=True, first_byte_s=0.1)
     assert record_end(replace(turn, conversation=None), replied, feed) is None
+    assert not list(conversation.history) and feed.latest == 0
+
+
+def test_a_side_request_has_a_record_that_is_in_no_history_and_not_published() -> None:
+    turn, conversation = turn_of(decision="guest:side")
     conversation.ephemeral = True
-    assert record_end(turn, replied, feed) is None
+    feed = EventFeed()
+    timings = {"cache_n": 30, "prompt_n": 70, "predicted_n": 5}
+    record = record_end(turn, Outcome(is_finished=True, timings=timings, first_byte_s=0.1), feed)
+    assert record is not None
+    assert (record.prompt, record.decoded, record.resident_before) == (100, 70, 30)
     publish_start(turn, feed)
     assert not list(conversation.history) and feed.latest == 0
 
