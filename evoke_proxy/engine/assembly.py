@@ -23,6 +23,7 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import ServerResources, Strategies
 from evoke_proxy.engine.shared import Shared
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
+from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionPersistence
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
@@ -157,6 +158,7 @@ def build_slot_snapshots(
         probe=snapshots.probe,
         transfers=snapshots.transfers,
         repository=snapshots.repository,
+        saving=SavingCheck(snapshots.repository, resources.slots),
         conversations=resources.conversations,
         metrics=resources.metrics,
     )

@@ -11,6 +11,7 @@ from harness import llama_server, server_binary
 from stock_deployment import Deployment, template
 from tenant_keys import KEYS, proxy_with_keys
 
+from bench.random_models import SHAPES, ensure
 from evoke_proxy.cli.main import main
 
 
@@ -82,6 +83,22 @@ def test_doctor_says_why_no_file_is_in_the_directory(
     reason = f"did not write doctor.evoke-part to {named}" if exists else f"{named} does not exist"
     assert code == 1 and reason in report["no_files"]
     assert any(reason in text for text in report["advice"])
+
+
+@pytest.mark.parametrize(("saves", "reason"), [(True, "did not write"), (False, "be saved")])
+def test_doctor_checks_the_directory_for_a_patched_server_that_needs_saved_slots(
+    saves: bool, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slots, named = tmp_path / "slots", tmp_path / "named"
+    for folder in (slots, named):
+        folder.mkdir()
+    options = ["-np", "1", "--evoke-ram", "16", *(("--slot-save-path", str(slots)) * saves)]
+    model = ensure(SHAPES["tiny-qwen35"])
+    with llama_server(server_binary(patched=True), *options, model=model) as port:
+        code, report = _run_doctor(capsys, port, "--directory", str(named))
+    assert code == 1 and report["eviction"]["is_patched"] and reason in report["no_files"]
+    fix = "set snapshots.directory" if saves else "start it with --slot-save-path"
+    assert any(fix in text for text in report["advice"])
 
 
 PATCHED = ("-np", "1", "-c", "1024", "--evoke-ram", "16")

@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,15 @@ HYBRID = "tiny-qwen35"
 
 
 @contextmanager
-def serve(folder: Path, shape: str = HYBRID, n_slots: int = 4, saves: bool = True) -> Iterator[int]:
+def serve(
+    folder: Path, shape: str = HYBRID, n_slots: int = 4, saves: bool = True, port: int = 0
+) -> Iterator[int]:
     """Start a patched llama-server; with `saves` it saves slots in `folder`."""
     options = ["-np", str(n_slots), "-no-kvu", "-c", str(4096 * n_slots), "--evoke-ram", "64"]
     options += ["--metrics", *(("--slot-save-path", str(folder)) if saves else ())]
     binary = server_binary(patched=True)
-    with llama_server(binary, *options, model=ensure(SHAPES[shape])) as port:
-        yield port
+    with llama_server(binary, *options, model=ensure(SHAPES[shape]), port=port) as used:
+        yield used
 
 
 def settings_for(folder: Path) -> Mapping[str, object]:
@@ -191,6 +193,66 @@ def test_agents_do_not_wait_for_a_server_that_cannot_save(tmp_path: Path) -> Non
     with serve(tmp_path, saves=False) as port, proxy(port, **settings_for(tmp_path)) as running:
         ask_agents(running, [agent_body(i) for i in range(N_AGENTS)], N_AGENTS)
         assert running.metric("evoke_shared_tokens_total") == 0
+
+
+@pytest.mark.parametrize(
+    ("saves", "code"), [(True, "other_directory"), (False, "no_save_path")], ids=["other", "none"]
+)
+def test_a_directory_that_the_server_does_not_use_is_degraded_with_the_fix(
+    saves: bool, code: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests are answered without it; nothing but one test file is saved elsewhere."""
+    slots, named = tmp_path / "slots", tmp_path / "named"
+    slots.mkdir()
+    with serve(slots, saves=saves) as port, proxy(port, **settings_for(named)) as running:
+        running.wait_for_background()  # llama-server is checked at start
+        (logged,) = [it for it in caplog.records if "snapshots are off" in it.getMessage()]
+        status = json.loads(ask(running.port, "GET", "/evoke/status").body)
+        assert status["snapshots_off"] and status["mode"] == "budgeted"
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert (ready["status"], ready["reasons"]) == ("degraded", [f"snapshots:{code}"])
+        detail = ready["checks"]["snapshots"]["detail"]
+        assert (logged.levelname, logged.getMessage()) == ("WARNING", detail)
+        (problem,) = json.loads(ask(running.port, "GET", "/evoke/overview").body)["problems"]
+        assert (problem["reason"], problem["fix"] in detail) == (code, True)
+        ask_agents(running, [agent_body(i) for i in range(N_AGENTS)], N_AGENTS)
+        running.wait_for_background()
+        assert running.metric("evoke_shared_tokens_total") == 0
+        assert running.metric("evoke_snapshot_saves_total", result="failed") == 0
+    assert len(list(slots.iterdir())) == saves
+
+
+def test_a_directory_that_the_server_uses_is_ready(tmp_path: Path) -> None:
+    with deployed(tmp_path) as (running, _):
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert ready["status"] == "ready"
+        assert ready["checks"]["snapshots"]["detail"].startswith(f"snapshots in {tmp_path}: 0 ")
+        assert not json.loads(ask(running.port, "GET", "/evoke/status").body)["snapshots_off"]
+        running.wait_for_background()
+        assert not list(tmp_path.glob("*.evoke-part"))
+
+
+def test_a_model_whose_blocks_suffice_needs_no_saved_slots(
+    patched_port: int, tmp_path: Path
+) -> None:
+    with proxy(patched_port, **settings_for(tmp_path)) as running:
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert ready["status"] == "ready" and "snapshots" not in ready["checks"]
+
+
+def test_the_problem_ends_when_the_server_is_started_again_with_the_directory(
+    tmp_path: Path,
+) -> None:
+    with ExitStack() as first, ExitStack() as later:
+        port = first.enter_context(serve(tmp_path, saves=False))
+        running = later.enter_context(proxy(port, **settings_for(tmp_path)))
+        assert json.loads(ask(running.port, "GET", "/evoke/ready").body)["status"] == "degraded"
+        first.close()
+        later.enter_context(serve(tmp_path, port=port))
+        ready = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        assert (ready["status"], ready["reasons"]) == ("ready", [])
+        ask_agents(running, [agent_body(i) for i in range(N_AGENTS)], 1)
+        assert running.metric("evoke_shared_tokens_total") > 0
 
 
 def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ class StrategyProblem:
     text: str
     fix: str
 
+    @property
+    def described(self) -> str:
+        """One line for operators, with the fix."""
+        return f"snapshots are off: {self.text}. Change this: {self.fix}"
+
 
 class CacheStrategy(ABC):
     """Decides how requests use llama-server's cache: with a budget, with snapshots, or unmanaged.

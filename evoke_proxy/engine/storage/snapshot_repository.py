@@ -363,6 +363,13 @@ class SnapshotRepository:
         """Return the number of snapshots and of their bytes, for readiness checks."""
         return {"snapshots": len(self.snapshots), "bytes": sum(i.n_bytes for i in self.snapshots)}
 
+    @property
+    def described(self) -> str:
+        """The directory, and how much is stored there, in one line."""
+        summary = self.summary()
+        stored = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
+        return f"snapshots in {self.files.directory}: {stored}"
+
     def records(self, id: str | None = None) -> Sequence[Record]:
         """Return all records, or those of one id; the most recently used first.
 

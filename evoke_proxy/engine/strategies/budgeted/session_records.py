@@ -39,6 +39,7 @@ from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import JobLease, RenderedTurn, SlotJob
@@ -268,8 +269,17 @@ class SessionPersistence:
     def server_started(self, server: ServerInfo) -> None:
         """Forget the contents of the disk tier of the earlier server instance."""
         self._server = server
+        if self.slot_snapshots is not None:
+            self.slot_snapshots.saving.forget()
         self._spill.clear()
         self.discovery.server_started(server.can_find)
+
+    @property
+    def saving(self) -> SavingCheck | None:
+        """Whether slots are saved; None where the model, or the configuration, needs no saving."""
+        if self.slot_snapshots is None or not self._server.needs_full_state:
+            return None
+        return self.slot_snapshots.saving
 
     @property
     def saves_answers(self) -> bool:

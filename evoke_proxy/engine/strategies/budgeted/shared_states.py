@@ -51,7 +51,7 @@ class SharedStates:
     def __init__(
         self, server: ServerResources, planner: Planner, records: SessionPersistence
     ) -> None:
-        """Without a directory for slots in `records` nothing is shared."""
+        """Without a directory for slots in `records` that can be used, nothing is shared."""
         self._server = server
         self._planner = planner
         self._records = records
@@ -68,6 +68,8 @@ class SharedStates:
         boundary goes into `scope.turn`. Raises UpstreamError.
         """
         if self._snapshots is None or not self._applies(turn):
+            return turn
+        if self._snapshots.saving.problem is not None:
             return turn
         start = Beginning(turn.request.tenant, turn.rendered.tokens)
         scope.keep_open(self._beginnings.running(start))

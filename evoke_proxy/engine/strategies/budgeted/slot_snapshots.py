@@ -21,6 +21,7 @@ from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
 from evoke_proxy.engine.strategies.snapshots.lookahead import decode_steps
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
@@ -33,7 +34,13 @@ _MIN_GAIN = 256
 
 
 class SlotSnapshots:
-    """Saves and restores the slots of budgeted sessions, and decodes ahead in them."""
+    """Saves and restores the slots of budgeted sessions, and decodes ahead in them.
+
+    Attributes:
+        repository: Stores the snapshots.
+        saving: Whether llama-server saves slots there. While it does not, nothing is saved or
+            restored.
+    """
 
     def __init__(
         self,
@@ -41,12 +48,14 @@ class SlotSnapshots:
         probe: ServerProbe,
         transfers: SnapshotTransfers,
         repository: SnapshotRepository,
+        saving: SavingCheck,
         conversations: Conversations,
         metrics: Metrics,
     ) -> None:
         self._probe = probe
         self._transfers = transfers
         self.repository = repository
+        self.saving = saving
         self._conversations = conversations
         self._metrics = metrics
 
@@ -78,8 +87,8 @@ class SlotSnapshots:
         """Save the slot of a job, which begins with the conversation's prompt.
 
         Does nothing directly after another save, for short prompts, for those with images, without
-        room on the disk, and for a conversation that was forgotten. Raises EvokeErrors when a call
-        fails.
+        room on the disk or a directory that can be used, and for a conversation that was forgotten.
+        Raises EvokeErrors when a call fails.
         """
         if self._transfers.seconds_until_save() <= 0:
             await self._save(job)
@@ -92,6 +101,8 @@ class SlotSnapshots:
         conversation, api = job.conversation, job.calls.stock
         tokens = conversation.session.tokens
         if len(tokens) <= self._probe.behaviour.window_tokens or has_media(tokens):
+            return
+        if self.saving.problem is not None:
             return
         n_bytes = len(tokens) * self._probe.costs.bytes_per_token
         if not self.repository.has_room(conversation.tenant, n_bytes):
@@ -117,6 +128,8 @@ class SlotSnapshots:
 
         `view` is the slot as the latest reply of the conversation left it.
         """
+        if self.saving.problem is not None:
+            return False
         tenant, tokens = conversation.tenant, conversation.session.tokens
         own = [
             it
@@ -143,6 +156,8 @@ class SlotSnapshots:
 
         Returns None when none shares more than the `n_past` tokens that its slot has.
         """
+        if self.saving.problem is not None:
+            return None
         conversation, tokens, api = turn.conversation, turn.rendered.tokens, turn.calls.stock
         own = [
             item

@@ -23,7 +23,7 @@ from evoke_proxy.engine.gateway import ForwardedBody, Outcome, PrefetchResult
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
 from evoke_proxy.engine.server.slot_queue import SlotLease
-from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources
+from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, StrategyProblem
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.audit import ShadowAudit
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
@@ -39,6 +39,7 @@ from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
 from evoke_proxy.errors import (
     CapacityError,
+    EvokeError,
     PromptTooLong,
     RequestError,
     UpstreamError,
@@ -81,6 +82,36 @@ class BudgetedStrategy(CacheStrategy):
         self._failures = PreparationFailures(server.monitor, server.metrics)
         self._reanchoring = Reanchoring(server, planner)
         self._audit = ShadowAudit(server)
+
+    @property
+    def description(self) -> str:
+        """See CacheStrategy; "" where the model needs no saved slots, and before one was saved."""
+        saving = self._records.saving
+        return saving.describe() if saving is not None else ""
+
+    @property
+    def problem(self) -> StrategyProblem | None:
+        """See CacheStrategy: why slots are not saved, where the model needs that."""
+        saving = self._records.saving
+        return saving.problem if saving is not None else None
+
+    def _check_saving(self) -> None:
+        """Check in the background whether slots are saved, if that is due."""
+        saving = self._records.saving
+        if saving is not None and saving.is_due and not self._server.is_stopping():
+            work = saving.run(self._server.calls.stock)
+            self._server.background.run(work, "saving a slot to see whether that works")
+
+    async def check(self) -> str:
+        """See CacheStrategy; saves a slot if that is due."""
+        saving = self._records.saving
+        if saving is None:
+            return ""
+        try:
+            await saving.run(self._server.calls.stock)
+        except EvokeError as error:
+            return f"snapshots: not known yet ({error})"
+        return saving.describe()
 
     async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
         """See CacheStrategy."""
@@ -403,6 +434,7 @@ class BudgetedStrategy(CacheStrategy):
             self._vectors.submit(conversation)
         self._audit.add(turn, outcome)
         self._audit.start()
+        self._check_saving()
 
     def forget(self, conversation: Conversation, calls: ServerCalls) -> None:
         """See CacheStrategy."""
@@ -455,6 +487,12 @@ class BudgetedStrategy(CacheStrategy):
         self._records.server_started(server)
 
     def selected(self, server: ServerInfo) -> None:
+        """Check whether slots are saved, and name the budget that recorded conversations need."""
+        if not server.sleeping:
+            self._check_saving()
+        self._advise_budget()
+
+    def _advise_budget(self) -> None:
         """Say which budget recorded conversations need, if their own prompts exceed it."""
         sessions = [each.session for each in self._server.conversations]
         short = [

@@ -17,20 +17,12 @@ from evoke_proxy.core.snapshots.state_file import Cache, has_windows
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.saving_test import RETRY_S, SavingTest
 from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 _UNKNOWN = Stability(boundary=False, ahead=False)
-# Seconds after which saving is tried again where it has failed.
-_RETRY_S = 60.0
-# What to do about a saved file that cannot be used, by the reason of it, and for any other reason.
-_UNUSABLE_FIXES = {
-    "disk": "run llama-server and the proxy as the same user",
-    "size": "free space on the disk of the directory; the proxy must see there at once what"
-    " llama-server writes",
-}
-_OTHER_FIX = "name a directory to which only llama-server and the proxy write"
 
 
 class ServerProbe:
@@ -54,6 +46,7 @@ class ServerProbe:
     ) -> None:
         self._slots = slots
         self._repository = repository
+        self._saving = SavingTest(repository)
         self._config = config
         self._without_tools = self._with_tools = _UNKNOWN
         self._lock = asyncio.Lock()
@@ -150,7 +143,7 @@ class ServerProbe:
         self, api: StockApi, behaviour: ServerBehaviour, problem: StrategyProblem | None
     ) -> None:
         """Save an idle slot; the caller has leased them. Logs another problem, and its end."""
-        self._retry_at = time.monotonic() + _RETRY_S
+        self._retry_at = time.monotonic() + RETRY_S
         self.problem = await self._try_saving(api, behaviour, problem)
         if self.problem is None:
             if problem is not None:
@@ -189,7 +182,7 @@ class ServerProbe:
     def describe(self) -> str:
         """The state of snapshots in one line, for the log and for readiness checks."""
         if self.problem is not None:
-            return f"snapshots are off: {self.problem.text}. Change this: {self.problem.fix}"
+            return self.problem.described
         limits = []
         if not self.behaviour.restore.is_trusted:
             limits.append("given up restoring (it saved no decoding)")
@@ -199,9 +192,7 @@ class ServerProbe:
             limits.append("the template rewrites what users have said")
         if not self._without_tools.ahead:
             limits.append("the template rewrites answers too late to look ahead")
-        summary = self._repository.summary()
-        stored = f"{summary['snapshots']} snapshots, {summary['bytes'] >> 20} MiB"
-        return "; ".join([f"snapshots in {self._repository.files.directory}: {stored}", *limits])
+        return "; ".join([self._repository.described, *limits])
 
     async def _try_saving(
         self, api: StockApi, behaviour: ServerBehaviour, unknown: StrategyProblem | None
@@ -216,44 +207,18 @@ class ServerProbe:
         self._layout, self._must_measure_slots = None, bool(slots and not idle)
         if not idle:
             return unknown
-        directory = self._repository.files.directory
-        part = self._repository.new_part()
-        try:
-            slot = await _filled_slot(api, idle, self.clears_idle_slots)
-            copied = await api.save(slot, part)
-            await run_in(DISK, self._repository.files.receive, part, copied.n_bytes)
+
+        async def examine(part: str, copied: SlotCopy) -> None:
             await self.detect_memory(part, copied, behaviour)
             self._layout = await run_in(DISK, self._repository.files.first_cache, part)
-        except UpstreamRejected as error:
-            if error.status == 501:
-                return StrategyProblem(
-                    "no_save_path",
-                    "llama-server runs without --slot-save-path",
-                    f"start it with --slot-save-path {directory}",
-                )
-            return StrategyProblem(
-                "not_saved",
-                f"llama-server cannot save slots ({error})",
-                "let it write to the directory of its --slot-save-path; its log has the reason",
-            )
+
+        try:
+            slot = await _filled_slot(api, idle, self.clears_idle_slots)
+            await self._saving.run(slot, api, examine)
+        except (UpstreamRejected, SnapshotUnusable) as error:
+            return self._saving.problem_of(error)
         except UpstreamTimeout:
             return unknown
-        except SnapshotUnusable as error:
-            if error.reason != "missing":
-                return StrategyProblem(
-                    "not_readable",
-                    f"the file that llama-server has saved to {directory} cannot be used ({error})",
-                    _UNUSABLE_FIXES.get(error.reason, _OTHER_FIX),
-                )
-            return StrategyProblem(
-                "other_directory",
-                f"{directory} is not the --slot-save-path of llama-server, which saves slots"
-                " elsewhere",
-                "set snapshots.directory to the directory of llama-server's --slot-save-path, as"
-                f" the proxy sees it, or start llama-server with --slot-save-path {directory}",
-            )
-        finally:
-            self._repository.discard(part)
         return None
 
 

@@ -16,15 +16,19 @@ from evoke_proxy.core.model.blocks import Span
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.engine.server.slot_queue import Preempted
+from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
 
 PROMPT = np.arange(9, dtype=np.int32)
 LONG, SHORT = list(range(8)), list(range(6))
+PROBLEM = StrategyProblem("other_directory", "it saves slots elsewhere", "name that directory")
 
 
-def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
+def _count_saves(
+    begins: bool, elsewhere: bool, has_room: bool = True, problem: StrategyProblem | None = None
+) -> int:
     """How often a slot is saved whose session is forgotten while the fingerprint of its server is
     requested, or before that with `begins`."""
     conversation: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
@@ -45,6 +49,7 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
         return True
 
     repository: Any = SimpleNamespace(has_room=lambda *_: has_room)
+    saving: Any = SimpleNamespace(problem=problem)
     transfers: Any = SimpleNamespace(
         save_with_answer=save_with_answer, seconds_until_save=lambda: 0.0
     )
@@ -56,6 +61,7 @@ def _count_saves(begins: bool, elsewhere: bool, has_room: bool = True) -> int:
         probe=probe,
         transfers=transfers,
         repository=repository,
+        saving=saving,
         conversations=registered,
         metrics=Metrics(),
     )
@@ -75,7 +81,13 @@ def test_a_slot_is_not_saved_where_pinned_snapshots_leave_no_room() -> None:
     assert _count_saves(begins=True, elsewhere=False, has_room=False) == 0
 
 
-def _find(n_past: int, *items: Any, refused: str = "") -> tuple[str | None, int]:
+def test_no_slot_is_saved_while_the_directory_cannot_be_used() -> None:
+    assert _count_saves(begins=True, elsewhere=False, problem=PROBLEM) == 0
+
+
+def _find(
+    n_past: int, *items: Any, refused: str = "", problem: StrategyProblem | None = None
+) -> tuple[str | None, int]:
     """The file for the slot of session `b` on a server with fingerprint `f`, and how often its
     fingerprint is requested; llama-server has refused `refused` before."""
     fingerprint_calls = []
@@ -93,11 +105,13 @@ def _find(n_past: int, *items: Any, refused: str = "") -> tuple[str | None, int]
         if item.id == refused:
             choice.record_refusal(item)
     transfers: Any = SimpleNamespace(choice=choice)
+    saving: Any = SimpleNamespace(problem=problem)
     conversation: Any = SimpleNamespace(tenant="t", id="b")
     slots = SlotSnapshots(
         probe=none,
         transfers=transfers,
         repository=repository,
+        saving=saving,
         conversations=none,
         metrics=Metrics(),
     )
@@ -119,6 +133,7 @@ def test_the_longest_usable_snapshot_is_restored() -> None:
     assert _find(2, other) == (None, 1)
     longer = snapshot("longer", LONG)
     assert _find(2, mine, longer, refused="longer") == ("mine", 1), "refused before"
+    assert _find(2, mine, longer, problem=PROBLEM) == (None, 0), "llama-server cannot read it"
 
 
 def test_the_fingerprint_is_not_requested_without_a_useful_snapshot() -> None:
@@ -145,7 +160,12 @@ def test_blocks_evicted_by_preempted_decoding_can_still_be_found() -> None:
     calls: Any = SimpleNamespace(stock=SimpleNamespace(prefill=prefill))
     none: Any = None
     slots = SlotSnapshots(
-        probe=none, transfers=none, repository=none, conversations=none, metrics=Metrics()
+        probe=none,
+        transfers=none,
+        repository=none,
+        saving=none,
+        conversations=none,
+        metrics=Metrics(),
     )
     job = SlotJob(conversation=conversation, calls=calls, lease=lease)
     with pytest.raises(Preempted):

@@ -27,6 +27,7 @@ from evoke_proxy.engine.server import slot_queue
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.server import Server
+from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.session_records import SessionRecords, VectorRecords
 from evoke_proxy.engine.strategies.budgeted.slot_snapshots import SlotSnapshots
 from evoke_proxy.engine.strategies.budgeted.turn import SlotJob
@@ -62,6 +63,7 @@ def with_engine(
             probe=snapshots.probe,
             transfers=snapshots.transfers,
             repository=router.shared.repository,
+            saving=SavingCheck(router.shared.repository, engine.slots),
             conversations=engine.conversations,
             metrics=engine.resources.metrics,
         )
