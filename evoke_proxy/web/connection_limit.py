@@ -1,7 +1,7 @@
-"""Limits the number of open client connections.
+"""Limits the number of open client connections, and shares them among client addresses.
 
-Above the limit a new connection displaces another one, see `ConnectionLimit.displace`, or is
-answered with status 503 and closed. A connection takes one file descriptor, and a second one
+One address may have all of them while no other asks. Above the limit a new connection displaces
+another one, see `ConnectionLimit.has_room`, or is answered with status 503 and closed. A connection takes one file descriptor, and a second one
 while a request runs. Without a limit, a client that opens thousands of connections would leave no
 file descriptors for llama-server, snapshots and the admin API.
 """
@@ -13,10 +13,10 @@ import contextlib
 import os
 import resource
 import socket
-from collections import Counter
+from collections.abc import Iterable
+from functools import partial
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.errors import CapacityError
@@ -34,6 +34,10 @@ _REFUSAL_S = 1.0
 # A body that arrives for more seconds than this may be displaced by a connection of its own
 # address, which may be that of a server in front of many clients.
 _SLOW_BODY_S = 10.0
+# Seconds after which the connections of an address are looked through again, when none was slow.
+_LOOK_AGAIN_S = 0.1
+# An address with this part of the limit, or less, loses no connection whose request is running.
+_SURE_PART = 8
 
 
 class ClientSite(web.BaseSite):
@@ -71,8 +75,68 @@ class ConnectionLimit:
     def __init__(self, most: int, metrics: Metrics) -> None:
         self.most = most
         self._dropped = metrics.clients_dropped.labels(reason="connections")
+        # By client address, the oldest connection first.
+        self._open: dict[str, dict[ClientConnection, None]] = {}
+        self._count = 0
+        # By address, the time at which its own slow bodies are looked for again.
+        self._look_at: dict[str, float] = {}
         self._refused: set[asyncio.Transport] = set()
         self._refusal = _refusal(most)
+
+    def has_room(self, peer: str) -> bool:
+        """Whether a new connection of an address may be opened; closes another one if necessary.
+
+        Another address must have more connections than this one. Of the address with most of them
+        that has any, an idle connection is closed, the oldest first, or else the one whose request
+        body has been arriving for longest. If no address has any, it is the connection with the
+        newest request of the address with most connections, unless that has few. Otherwise it is
+        one of the same address whose body has been arriving for over `_SLOW_BODY_S`.
+        """
+        if self._count < self.most:
+            return True
+        least = len(self._open.get(peer, ())) + 1
+        larger = [one for one in self._open.values() if len(one) > least]
+        larger.sort(key=len, reverse=True)
+        victim = next(filter(None, map(_idle_or_slowest, larger)), None)
+        if victim is None and larger and len(larger[0]) > self.most // _SURE_PART:
+            victim = _newest(larger[0])
+        if victim is None:
+            victim = self._slow_own(peer)
+        if victim is None:
+            return False
+        self._dropped.inc()
+        self._remove(victim.peer, victim)
+        victim.displace()
+        return True
+
+    def _slow_own(self, peer: str) -> ClientConnection | None:
+        """The connection of an address with the slowest body, looked for now and then.
+
+        An address that is refused thousands of connections per second would otherwise take half of
+        the time.
+        """
+        now = asyncio.get_running_loop().time()
+        if now < self._look_at.get(peer, 0.0):
+            return None
+        slowest = _slowest(self._open.get(peer, ()), _SLOW_BODY_S)
+        if slowest is None and peer in self._open:
+            self._look_at[peer] = now + _LOOK_AGAIN_S
+        return slowest
+
+    def add(self, connection: ClientConnection, peer: str) -> None:
+        """Count a new connection until it is lost."""
+        self._open.setdefault(peer, {})[connection] = None
+        self._count += 1
+        connection.when_lost = partial(self._remove, peer, connection)
+
+    def _remove(self, peer: str, connection: ClientConnection) -> None:
+        connections = self._open.get(peer, {})
+        if connection in connections:
+            del connections[connection]
+            self._count -= 1
+            if not connections:
+                del self._open[peer]
+                self._look_at.pop(peer, None)
 
     def refuse(self, transport: asyncio.Transport) -> None:
         """Answer a connection with status 503 and close it.
@@ -90,25 +154,6 @@ class ConnectionLimit:
         # A close with unread input resets the connection, and the client would lose the answer.
         asyncio.get_running_loop().call_later(_REFUSAL_S, transport.abort)
 
-    def displace(self, connections: list[RequestHandler], newcomer: asyncio.Transport) -> bool:
-        """Close a connection in favour of a new one; returns whether one was closed.
-
-        If an address has more connections than that of the newcomer, this is its oldest idle
-        connection, or else the one whose request body has been arriving for longest. Otherwise it
-        is one of the newcomer's own address whose body has been arriving for over `_SLOW_BODY_S`.
-        """
-        open_now = [one for one in connections if isinstance(one, ClientConnection)]
-        counts, own = Counter(one.peer for one in open_now), peer_of(newcomer)
-        most, count = max(counts.items(), key=lambda entry: entry[1], default=("", 0))
-        if counts[own] + 1 < count:
-            victim = _idle_or_slowest(open_now, most)
-        else:
-            victim = _slowest(open_now, own, _SLOW_BODY_S)
-        if victim is not None:
-            self._dropped.inc()
-            victim.displace()
-        return victim is not None
-
     def forget(self, transport: asyncio.Transport) -> None:
         """Stop counting a refused connection, which is closed now."""
         self._refused.discard(transport)
@@ -124,11 +169,13 @@ class _Gate(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        connections = self._server.connections
-        if len(connections) < self._limit.most or self._limit.displace(connections, transport):
-            handler = self._server()
-            transport.set_protocol(handler)
-            handler.connection_made(transport)
+        peer = peer_of(transport)
+        if self._limit.has_room(peer):
+            connection = self._server()
+            assert isinstance(connection, ClientConnection)
+            self._limit.add(connection, peer)
+            transport.set_protocol(connection)
+            connection.connection_made(transport)
             return
         self._transport = transport
         self._limit.refuse(transport)
@@ -138,19 +185,21 @@ class _Gate(asyncio.Protocol):
             self._limit.forget(self._transport)
 
 
-def _idle_or_slowest(connections: list[ClientConnection], peer: str) -> ClientConnection | None:
-    """The oldest idle connection of an address, or else the one with the slowest body."""
-    idle = next((one for one in connections if one.peer == peer and one.is_idle), None)
-    return idle or _slowest(connections, peer, 0.0)
+def _idle_or_slowest(connections: Iterable[ClientConnection]) -> ClientConnection | None:
+    """The oldest idle one of these connections, or else the one with the slowest body."""
+    return next((one for one in connections if one.is_idle), None) or _slowest(connections, 0.0)
 
 
-def _slowest(
-    connections: list[ClientConnection], peer: str, least_s: float
-) -> ClientConnection | None:
-    """The connection of an address whose body arrives for longest, and over `least_s` seconds."""
-    own = (one for one in connections if one.peer == peer)
-    slowest = max(own, key=lambda one: one.body_s, default=None)
+def _slowest(connections: Iterable[ClientConnection], least_s: float) -> ClientConnection | None:
+    """The connection whose request body arrives for longest, and over `least_s` seconds."""
+    slowest = max(connections, key=lambda one: one.body_s, default=None)
     return slowest if slowest is not None and slowest.body_s > least_s else None
+
+
+def _newest(connections: Iterable[ClientConnection]) -> ClientConnection | None:
+    """The open connection whose request began last."""
+    running = (one for one in connections if one.is_open)
+    return max(running, key=lambda one: one.began_at, default=None)
 
 
 def _refusal(most: int) -> bytes:

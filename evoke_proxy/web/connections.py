@@ -92,6 +92,10 @@ def peer_of(transport: asyncio.BaseTransport) -> str:
     return str(network.network_address)
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class ClientConnection(RequestHandler):
     """One connection of a client.
 
@@ -123,8 +127,11 @@ class ClientConnection(RequestHandler):
         self._socket: asyncio.Transport | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._request_line = (b"", b"")
+        self._peer = ""
+        # Called when the connection is lost.
+        self.when_lost: Callable[[], None] = _nothing
         # When the latest bytes arrived that began a request, event loop time.
-        self._began_at = 0.0
+        self.began_at = 0.0
         # Bytes that are parsed later, while aiohttp has paused reading; None when it has not.
         self._unparsed: bytearray | None = None
         self._pause_timer: asyncio.TimerHandle | None = None
@@ -141,10 +148,14 @@ class ClientConnection(RequestHandler):
         self._discarded_bytes = 0
 
     @property
+    def is_open(self) -> bool:
+        """Whether the connection is neither closed nor being closed."""
+        return self._socket is not None and not self._socket.is_closing()
+
+    @property
     def is_idle(self) -> bool:
         """Whether the connection is open and has no request."""
-        is_open = self._socket is not None and not self._socket.is_closing()
-        return is_open and self._current_request is None and not self._messages
+        return self.is_open and self._current_request is None and not self._messages
 
     @property
     def body_s(self) -> float:
@@ -158,7 +169,7 @@ class ClientConnection(RequestHandler):
             return 0.0
         if not (socket.is_reading() or self._is_queued):
             return 0.0
-        return self._loop.time() - self._began_at
+        return self._loop.time() - self.began_at
 
     @property
     def is_closing(self) -> bool:
@@ -168,7 +179,7 @@ class ClientConnection(RequestHandler):
     @property
     def peer(self) -> str:
         """The network address of the client, empty when it is not connected."""
-        return peer_of(self._socket) if self._socket is not None else ""
+        return self._peer if self._socket is not None else ""
 
     def displace(self) -> None:
         """Close the connection at once."""
@@ -177,7 +188,7 @@ class ClientConnection(RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._socket = transport
+        self._socket, self._peer = transport, peer_of(transport)
         # Any bytes that the system does not accept at once pause writing and start the time limit.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
@@ -188,6 +199,7 @@ class ClientConnection(RequestHandler):
         self._unparsed = self._arriving = self._answered = None
         self._rest = b""
         self._cancel_pause()
+        self.when_lost()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -335,7 +347,7 @@ class ClientConnection(RequestHandler):
 
     def _parse(self, data: bytes) -> None:
         if self._current_request is None and not self._messages:
-            self._began_at = self._loop.time()
+            self.began_at = self._loop.time()
             started = _REQUEST_LINE.match(data)
             if started:
                 self._request_line = (started[1], started[2])

@@ -16,12 +16,40 @@ from evoke_proxy.web.connection_limit import ClientSite, ConnectionLimit, raise_
 from evoke_proxy.web.connections import ClientRunner
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+ENDLESS = REQUEST.replace(b"/", b"/endless", 1)
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-Connect = Callable[[str], Awaitable[Streams]]
+Connect = Callable[..., Awaitable[Streams]]
 
 
 async def _handle(_: web.Request) -> web.Response:
     return web.Response(text="ok")
+
+
+async def _answer_for_ever(request: web.Request) -> web.StreamResponse:
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    await answer.write(b"begun")
+    await asyncio.Event().wait()
+    return answer
+
+
+async def _begin(streams: Streams) -> None:
+    """Send a request whose answer does not end, and wait until it begins."""
+    streams[1].write(ENDLESS)
+    async with asyncio.timeout(2):
+        await streams[0].readuntil(b"begun")
+
+
+async def _is_closed(streams: Streams) -> bool:
+    """Whether the server closes the connection within 0.2 seconds."""
+    try:
+        async with asyncio.timeout(0.2):
+            await streams[0].read()
+            return True
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
 
 
 async def _ask(streams: Streams) -> bytes:
@@ -38,22 +66,30 @@ async def _ask(streams: Streams) -> bytes:
 
 
 def limited(most: int, use: Callable[[Connect], Awaitable[None]]) -> float:
-    """Call `use` with a function that connects from an address; returns how many were dropped."""
+    """Call `use` with a function that connects from an address; returns how many were dropped.
+
+    Its second argument is 0 for the site of clients, 1 for that of operators.
+    """
     metrics = Metrics()
 
     async def work() -> None:
         app = web.Application()
         app.router.add_get("/", _handle)
-        runner = ClientRunner(app, metrics=metrics, limits=LimitsConfig(connections=most))
+        app.router.add_get("/endless", _answer_for_ever)
+        limits = LimitsConfig(connections=most)
+        runner = ClientRunner(app, metrics=metrics, limits=limits, shutdown_timeout=0.1)
         await runner.setup()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(runner.cleanup)
             site = ClientSite(runner, "127.0.0.1", 0, ConnectionLimit(most, metrics))
             await site.start()
-            port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            ports = [port for _, port in runner.addresses]
 
-            async def connect(address: str) -> Streams:
-                streams = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+            async def connect(address: str, site: int = 0) -> Streams:
+                streams = await asyncio.open_connection(
+                    "127.0.0.1", ports[site], local_addr=(address, 0)
+                )
                 stack.callback(streams[1].close)
                 return streams
 
@@ -108,6 +144,77 @@ def test_an_address_that_would_have_as_many_displaces_none() -> None:
         assert [(await _ask(streams)).endswith(b"ok") for streams in earlier] == [True] * 3
 
     assert limited(3, use) == 1
+
+
+def test_an_address_with_all_connections_gives_up_its_newest_request_to_another() -> None:
+    async def use(connect: Connect) -> None:
+        many = [await connect("127.0.0.1") for _ in range(16)]
+        for streams in many:
+            await _begin(streams)
+        for address in ("127.0.0.2", "127.0.0.3", "127.0.0.2"):
+            await _begin(await connect(address))
+        closed = [await _is_closed(streams) for streams in many]
+        assert closed == [False] * 13 + [True] * 3
+        answer = await _ask(await connect("127.0.0.1"))
+        assert answer.startswith(b"HTTP/1.1 503 "), "it takes none back"
+
+    assert limited(16, use) == 4
+
+
+def test_an_idle_connection_is_given_up_before_a_running_request_of_a_larger_address() -> None:
+    async def use(connect: Connect) -> None:
+        running = [await connect("127.0.0.1") for _ in range(5)]
+        for streams in running:
+            await _begin(streams)
+        idle = [await connect("127.0.0.2") for _ in range(3)]
+        for streams in idle:
+            assert (await _ask(streams)).endswith(b"ok")
+        await _begin(await connect("127.0.0.3"))
+        assert await _is_closed(idle[0])
+        assert not any([await _is_closed(streams) for streams in running])
+
+    assert limited(8, use) == 1
+
+
+def test_an_address_with_few_connections_loses_no_running_request() -> None:
+    """However many addresses there are, so that numerous ones do not stop all others."""
+
+    async def use(connect: Connect) -> None:
+        earlier = [await connect(f"127.0.0.{2 + number // 2}") for number in range(16)]
+        for streams in earlier:
+            await _begin(streams)
+        assert (await _ask(await connect("127.0.0.99"))).startswith(b"HTTP/1.1 503 ")
+        assert not any([await _is_closed(streams) for streams in earlier])
+
+    assert limited(16, use) == 1
+
+
+def test_connections_to_the_admin_address_neither_count_nor_are_closed() -> None:
+    async def use(connect: Connect) -> None:
+        page = [await connect("127.0.0.1", 1) for _ in range(8)]
+        for streams in page:
+            assert (await _ask(streams)).endswith(b"ok")
+        clients = [await connect("127.0.0.2") for _ in range(4)]
+        for streams in clients:
+            assert (await _ask(streams)).endswith(b"ok")
+        assert (await _ask(await connect("127.0.0.3"))).endswith(b"ok")
+        assert [(await _ask(streams)).endswith(b"ok") for streams in page] == [True] * 8
+        assert await _is_closed(clients[0])
+
+    assert limited(4, use) == 1
+
+
+def test_a_closed_connection_no_longer_counts() -> None:
+    async def use(connect: Connect) -> None:
+        for _ in range(5):
+            streams = [await connect("127.0.0.1") for _ in range(2)]
+            for reader, writer in streams:
+                assert (await _ask((reader, writer))).endswith(b"ok")
+                writer.close()
+                await writer.wait_closed()
+            await asyncio.sleep(0.05)
+
+    assert limited(2, use) == 0
 
 
 @pytest.fixture
