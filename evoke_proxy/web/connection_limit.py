@@ -1,9 +1,10 @@
 """Limits the number of open client connections, and shares them among client addresses.
 
 One address may have all of them while no other asks. Above the limit a new connection displaces
-another one, see `ConnectionLimit.has_room`, or is answered with status 503 and closed. A connection takes one file descriptor, and a second one
-while a request runs. Without a limit, a client that opens thousands of connections would leave no
-file descriptors for llama-server, snapshots and the admin API.
+another one, see `ConnectionLimit.has_room`, or is answered with status 503 and closed. A connection
+takes one file descriptor, and a second one while a request runs. Without a limit, a client that
+opens thousands of connections would leave no file descriptors for llama-server, snapshots and the
+admin API.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _REFUSAL_S = 1.0
 # A body that arrives for more seconds than this may be displaced by a connection of its own
 # address, which may be that of a server in front of many clients.
 _SLOW_BODY_S = 10.0
-# Seconds after which the connections of an address are looked through again, when none was slow.
-_LOOK_AGAIN_S = 0.1
+# Seconds after which the connections of an address are searched again, when none was slow.
+_SEARCH_INTERVAL_S = 0.1
 # An address with this part of the limit, or less, loses no connection whose request is running.
 _SURE_PART = 8
 
@@ -79,29 +80,30 @@ class ConnectionLimit:
         self._open: dict[str, dict[ClientConnection, None]] = {}
         self._count = 0
         # By address, the time at which its own slow bodies are looked for again.
-        self._look_at: dict[str, float] = {}
+        self._search_at: dict[str, float] = {}
         self._refused: set[asyncio.Transport] = set()
         self._refusal = _refusal(most)
 
     def has_room(self, peer: str) -> bool:
         """Whether a new connection of an address may be opened; closes another one if necessary.
 
-        Another address must have more connections than this one. Of the address with most of them
-        that has any, an idle connection is closed, the oldest first, or else the one whose request
-        body has been arriving for longest. If no address has any, it is the connection with the
-        newest request of the address with most connections, unless that has few. Otherwise it is
-        one of the same address whose body has been arriving for over `_SLOW_BODY_S`.
+        Another address must have more connections than this one. An idle one is closed, the oldest
+        of the address with most connections that has any. If none has, it is one of the address
+        with most connections: the one whose request body has been arriving for longest, or else the
+        one whose request is newest, unless the address has few. Otherwise it is one of the same
+        address whose body has been arriving for over `_SLOW_BODY_S`.
         """
         if self._count < self.most:
             return True
         least = len(self._open.get(peer, ())) + 1
         larger = [one for one in self._open.values() if len(one) > least]
         larger.sort(key=len, reverse=True)
-        victim = next(filter(None, map(_idle_or_slowest, larger)), None)
-        if victim is None and larger and len(larger[0]) > self.most // _SURE_PART:
-            victim = _newest(larger[0])
-        if victim is None:
-            victim = self._slow_own(peer)
+        victim = next(filter(None, map(_idle, larger)), None)
+        if victim is None and larger:
+            victim = _slowest(larger[0], 0.0)
+            if victim is None and len(larger[0]) > self.most // _SURE_PART:
+                victim = _newest(larger[0])
+        victim = victim or self._slow_own(peer)
         if victim is None:
             return False
         self._dropped.inc()
@@ -116,11 +118,11 @@ class ConnectionLimit:
         the time.
         """
         now = asyncio.get_running_loop().time()
-        if now < self._look_at.get(peer, 0.0):
+        if now < self._search_at.get(peer, 0.0):
             return None
         slowest = _slowest(self._open.get(peer, ()), _SLOW_BODY_S)
         if slowest is None and peer in self._open:
-            self._look_at[peer] = now + _LOOK_AGAIN_S
+            self._search_at[peer] = now + _SEARCH_INTERVAL_S
         return slowest
 
     def add(self, connection: ClientConnection, peer: str) -> None:
@@ -136,7 +138,7 @@ class ConnectionLimit:
             self._count -= 1
             if not connections:
                 del self._open[peer]
-                self._look_at.pop(peer, None)
+                self._search_at.pop(peer, None)
 
     def refuse(self, transport: asyncio.Transport) -> None:
         """Answer a connection with status 503 and close it.
@@ -185,9 +187,9 @@ class _Gate(asyncio.Protocol):
             self._limit.forget(self._transport)
 
 
-def _idle_or_slowest(connections: Iterable[ClientConnection]) -> ClientConnection | None:
-    """The oldest idle one of these connections, or else the one with the slowest body."""
-    return next((one for one in connections if one.is_idle), None) or _slowest(connections, 0.0)
+def _idle(connections: Iterable[ClientConnection]) -> ClientConnection | None:
+    """The oldest idle one of these connections."""
+    return next((one for one in connections if one.is_idle), None)
 
 
 def _slowest(connections: Iterable[ClientConnection], least_s: float) -> ClientConnection | None:

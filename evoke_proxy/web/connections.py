@@ -33,9 +33,10 @@ _MAX_UNPARSED_BYTES = 65536
 _MAX_PAUSE_S = 1.0
 # Bytes with more line ends than this are parsed in pieces, in the turn of the connection: the
 # parser works for each chunk of a body, which has two line ends, and for each header.
-_LINES_AT_ONCE = 512
+_LINES_AT_ONCE = 128
 _LENGTH = "Content-Length"
-_PIECE_BYTES = 4096
+_PIECE_BYTES = 2048
+_NOTHING = memoryview(b"")
 # What a chunked body may have in bytes that are not its content (sizes and ends of chunks): these,
 # and a part of its content. A body in chunks of 64 bytes or more has fewer.
 _FRAMING_BYTES = 16384
@@ -136,7 +137,7 @@ class ClientConnection(RequestHandler):
         self._unparsed: bytearray | None = None
         self._pause_timer: asyncio.TimerHandle | None = None
         # Bytes whose pieces are parsed next; while there are any, the socket is not read.
-        self._rest = b""
+        self._rest = _NOTHING
         self._is_queued = False
         self._is_resuming = False
         # The body that is arriving, and how many bytes of the connection it has had so far.
@@ -197,7 +198,7 @@ class ClientConnection(RequestHandler):
         self._cancel_timer()
         self._socket = None
         self._unparsed = self._arriving = self._answered = None
-        self._rest = b""
+        self._rest = _NOTHING
         self._cancel_pause()
         self.when_lost()
         super().connection_lost(exc)
@@ -224,7 +225,7 @@ class ClientConnection(RequestHandler):
         else:
             self._keep(self._unparsed, data)
 
-    def _keep(self, unparsed: bytearray, data: bytes) -> None:
+    def _keep(self, unparsed: bytearray, data: bytes | memoryview) -> None:
         """Keep bytes until aiohttp resumes parsing; stop reading above a limit."""
         unparsed += data
         if self._is_receiving_body:
@@ -238,7 +239,7 @@ class ClientConnection(RequestHandler):
         if len(data) <= self._n_body_left or data.count(b"\n") <= _LINES_AT_ONCE:
             self._parse(data)
         else:
-            self._rest = data
+            self._rest = memoryview(data)
             super()._pause_transport_reading()
             self._enqueue()
 
@@ -266,13 +267,13 @@ class ClientConnection(RequestHandler):
         """Parse the next piece of the rest, unless aiohttp has paused; it enqueues when resumed."""
         self._is_queued = False
         if self._close or self._force_close:
-            self._rest = b""
+            self._rest = _NOTHING
         elif self._rest and not (self._reading_paused or self._buffer_paused):
             piece, self._rest = self._rest[:_PIECE_BYTES], self._rest[_PIECE_BYTES:]
-            self._parse(piece)
+            self._parse(bytes(piece))
         if self._rest and self._unparsed is not None:
             # Like what arrives from now on, which the socket is read for again.
-            rest, self._rest = self._rest, b""
+            rest, self._rest = self._rest, _NOTHING
             super()._resume_transport_reading()
             self._keep(self._unparsed, rest)
         elif not (self._reading_paused or self._buffer_paused):

@@ -10,8 +10,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-# Seconds of one iteration of the event loop in which queued bytes are parsed.
-MOST_S = 0.002
+# Seconds of one iteration of the event loop in which queued bytes are parsed. Each step gives a
+# handler work as well, and what others need waits for several iterations.
+MOST_S = 0.0001
 
 
 class ParseQueue:

@@ -11,6 +11,8 @@ from collections import deque
 
 # A handler runs for about a millisecond before it first waits.
 MOST_PER_ITERATION = 4
+# After an iteration of more seconds than this, one request begins: what began before works on.
+LONG_S = 0.002
 
 
 class TurnQueue:
@@ -24,6 +26,7 @@ class TurnQueue:
         self._most = most
         self._started = 0
         self._is_scheduled = False
+        self._scheduled_at = 0.0
         # By address, the one whose turn is next first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
@@ -40,12 +43,13 @@ class TurnQueue:
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._is_scheduled:
-            self._is_scheduled = True
+            self._is_scheduled, self._scheduled_at = True, loop.time()
             loop.call_soon(self._next_iteration, loop)
 
     def _next_iteration(self, loop: asyncio.AbstractEventLoop) -> None:
         self._is_scheduled, self._started = False, 0
-        while self._waiting and self._started < self._most:
+        most = self._most if loop.time() - self._scheduled_at < LONG_S else 1
+        while self._waiting and self._started < most:
             address = next(iter(self._waiting))
             turns = self._waiting.pop(address)
             turn = turns.popleft()

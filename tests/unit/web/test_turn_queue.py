@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
-from evoke_proxy.web.turn_queue import TurnQueue
+from evoke_proxy.web.turn_queue import LONG_S, TurnQueue
 
 
-def _run(addresses: list[str], most: int, cancelled: int = 0) -> list[tuple[int, str]]:
-    """The iteration and the address of each request in the order in which they begin."""
+def _run(
+    addresses: list[str], most: int, cancelled: int = 0, work_s: float = 0.0
+) -> list[tuple[int, str]]:
+    """The iteration and the address of each request in the order in which they begin.
+
+    Each works for `work_s` seconds when it begins.
+    """
     begun, now = list[tuple[int, str]](), [0]
 
     async def begin(queue: TurnQueue, address: str) -> None:
         await queue.wait(address)
         begun.append((now[0], address))
+        time.sleep(work_s)
 
     async def run() -> None:
         queue = TurnQueue(most)
@@ -35,6 +42,13 @@ def test_no_iteration_begins_more_requests_than_the_limit() -> None:
     assert len(begun) == 50
     iterations = [at for at, _ in begun]
     assert max(iterations.count(at) for at in iterations) == 4
+
+
+def test_one_request_begins_after_an_iteration_that_took_long() -> None:
+    begun = _run(["a"] * 20, 4, work_s=1.5 * LONG_S)
+    iterations = [at for at, _ in begun]
+    assert len(begun) == 20
+    assert max(iterations.count(at) for at in iterations[5:]) == 1
 
 
 def test_addresses_take_turns_whatever_one_of_them_sends() -> None:
