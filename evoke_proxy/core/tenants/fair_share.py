@@ -27,7 +27,9 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
+        # By tenant, the one whose turn is next first, unless it was the latest.
         self._waiting: dict[str, OrderedDict[bytes, str]] = {}
+        self._latest = ""
         self._length = 0
 
     def __len__(self) -> int:
@@ -40,14 +42,24 @@ class FairQueue:
         texts[key] = text
         texts.move_to_end(key)
 
-    def take(self) -> tuple[bytes, str]:
-        """Remove and return the next key and text; KeyError when the queue is empty."""
+    def take(self, most: int, chars: int) -> dict[bytes, str]:
+        """Remove and return the next texts, by key, which are of one tenant.
+
+        They are at most `most`, and have `chars` characters in all, unless one alone has more.
+        KeyError when the queue is empty.
+        """
         if not self._waiting:
             raise KeyError("the queue is empty")
-        tenant = next(iter(self._waiting))
+        others = (tenant for tenant in self._waiting if tenant != self._latest)
+        tenant = self._latest = next(others, self._latest)
         texts = self._waiting.pop(tenant)
-        taken = texts.popitem()
-        self._length -= 1
+        taken = dict([texts.popitem()])
+        left = chars - len(next(iter(taken.values())))
+        while texts and len(taken) < most and len(texts[next(reversed(texts))]) <= left:
+            key, text = texts.popitem()
+            taken[key] = text
+            left -= len(text)
+        self._length -= len(taken)
         if texts:
             self._waiting[tenant] = texts
         return taken

@@ -28,15 +28,18 @@ from evoke_proxy.core.retrieval.encoding import (
 )
 from evoke_proxy.core.retrieval.vectors import VectorCache
 from evoke_proxy.core.tenants.fair_share import FairQueue
+from evoke_proxy.engine.embedding.question_queue import PIECE_CHARS, Question, QuestionQueue
 from evoke_proxy.errors import EmbedderError
 
 _log = logging.getLogger(__name__)
 
-# On a CPU a batch is no faster than single texts, and a question may have to wait for it.
+# On a CPU a batch is no faster than single texts, and other tenants have to wait for it.
 _BATCH = 4
 # The leading bytes of a key that identify its tenant.
 _SHARE_BYTES = 4
 _NICENESS = 10
+# Blocks wait for questions for so many seconds; then a batch of them runs beside a question.
+_BLOCKS_WAIT_S = 1.0
 
 
 class EmbeddingService:
@@ -58,10 +61,11 @@ class EmbeddingService:
         self._encoder: Encoder | None = None
         self._cache = VectorCache(config.cache_mib << 20, _share_of)
         self._waiting = FairQueue()
-        # Number of inferences for questions that run; blocks wait until there are none.
-        self._questions = 0
-        # The latest inference for questions that has exceeded its time limit; it may have ended.
-        self._late: asyncio.Future[Vectors] | None = None
+        self._questions = QuestionQueue()
+        # Since when a piece of a question is being embedded, and since when blocks wait for
+        # questions, both in time of the event loop.
+        self._question_since: float | None = None
+        self._blocks_wait_since: float | None = None
         self._running: dict[bytes, str] = {}
         self._closing = False
         self._failing = False
@@ -81,6 +85,7 @@ class EmbeddingService:
         """Drop waiting texts, and wait for the batch that runs."""
         self._closing = True
         self._waiting.clear()
+        self._questions.clear()
         for pool in (self._question_thread, self._block_thread):
             await asyncio.to_thread(pool.shutdown, cancel_futures=True)
 
@@ -161,10 +166,10 @@ class EmbeddingService:
         self._start_batch()
 
     async def embed_queries(self, texts: Sequence[str], tenant: str = "") -> list[Vectors | None]:
-        """The unit vector [d] of each question, from one inference under one time limit.
+        """The unit vector [d] of each text of a question, under one time limit.
 
-        None, counted, for a question whose inference fails or takes too long. An immediate encoder
-        runs in the event loop.
+        None, counted, for a text whose inference fails or takes too long. Tenants take turns. An
+        immediate encoder runs in the event loop.
         """
         if self._encoder is not None and self._encoder.is_immediate:
             self._metrics.embedded.labels(kind="question").inc(len(texts))
@@ -174,42 +179,75 @@ class EmbeddingService:
             key: text for key, text in zip(keys, texts, strict=True) if key not in self._cache
         }
         if missing and self._encoder is not None and not self._closing:
-            await self._ask(missing, self._encoder)
+            await self._ask(missing, tenant)
         return [self._cache.get(key) for key in keys]
 
-    async def _ask(self, missing: dict[bytes, str], encoder: Encoder) -> None:
-        if self._late is not None and not self._late.done():
-            # That inference is late already. Waiting for it would cost every turn the time limit.
+    async def _ask(self, missing: dict[bytes, str], tenant: str) -> None:
+        loop = asyncio.get_running_loop()
+        began, limit_s = loop.time(), self._config.timeout_ms / 1000
+        question = Question(missing)
+        # When a piece takes longer than the limit, waiting would cost every turn the time limit.
+        is_late = self._question_since is not None and began - self._question_since > limit_s
+        if is_late or not self._questions.put(tenant, question):
             self._metrics.embed_failures.labels(reason="busy").inc()
             return
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._questions += 1
-        work = loop.run_in_executor(self._question_thread, encoder.queries, list(missing.values()))
-        work.add_done_callback(partial(self._answered, list(missing), self._cache))
-        await asyncio.wait([work], timeout=self._config.timeout_ms / 1000)
-        if not work.done():
-            self._late = work
-            self._metrics.embed_failures.labels(reason="timeout").inc()
+        self._start_piece()
+        try:
+            await asyncio.wait([question.done], timeout=limit_s)
+            if not question.done.done():
+                self._metrics.embed_failures.labels(reason="timeout").inc()
+        finally:
+            self._questions.drop(tenant, question)
         self._metrics.embed_seconds.observe(loop.time() - began)
 
+    def _start_piece(self) -> None:
+        """Start the next piece of a question, unless one is being embedded."""
+        if self._encoder is None or not self._questions or self._closing:
+            return
+        if self._question_since is None:
+            loop = asyncio.get_running_loop()
+            self._question_since = loop.time()
+            question, piece = self._questions.take()
+            texts = list(piece.values())
+            work = loop.run_in_executor(self._question_thread, self._encoder.queries, texts)
+            work.add_done_callback(partial(self._answered, question, list(piece), self._cache))
+
     def _answered(
-        self, keys: Sequence[bytes], cache: VectorCache, work: asyncio.Future[Vectors]
+        self,
+        question: Question,
+        keys: Sequence[bytes],
+        cache: VectorCache,
+        work: asyncio.Future[Vectors],
     ) -> None:
-        self._questions -= 1
+        self._question_since = None
         self._cache_result(keys, cache, work, "question")
+        if not question.has_more:
+            question.end()
+        self._start_piece()
         self._start_batch()
 
     def _start_batch(self) -> None:
-        """Start the next batch of blocks, unless a batch or a question runs."""
-        idle = not (self._running or self._questions or self._closing)
-        if self._encoder is not None and idle and self._waiting:
-            count = min(_BATCH, len(self._waiting))
-            self._running = dict(self._waiting.take() for _ in range(count))
+        """Start the next batch of blocks, unless a batch or a question runs.
+
+        Blocks that have waited long for questions run beside one.
+        """
+        idle = not (self._running or self._closing)
+        if self._encoder is not None and idle and self._waiting and self._may_start_blocks():
+            self._blocks_wait_since = None
+            self._running = self._waiting.take(_BATCH, PIECE_CHARS)
             loop, texts = asyncio.get_running_loop(), list(self._running.values())
             work = loop.run_in_executor(self._block_thread, self._encoder.documents, texts)
             work.add_done_callback(partial(self._embedded, self._cache))
         self._metrics.embed_waiting.set(len(self._waiting))
+
+    def _may_start_blocks(self) -> bool:
+        """Whether no question is embedded, or blocks have waited for questions long enough."""
+        if self._question_since is None:
+            return True
+        now = asyncio.get_running_loop().time()
+        if self._blocks_wait_since is None:
+            self._blocks_wait_since = now
+        return now - self._blocks_wait_since > _BLOCKS_WAIT_S
 
     def _embedded(self, cache: VectorCache, work: asyncio.Future[Vectors]) -> None:
         keys, self._running = list(self._running), {}

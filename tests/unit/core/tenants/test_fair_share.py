@@ -41,9 +41,29 @@ def test_a_queue_serves_tenants_in_turn_with_the_latest_entry_first() -> None:
         queue.put("loud", b"l%d" % number, "")
     queue.put("quiet", b"q0", "")
     queue.put("loud", b"l0", "")  # put again, so that it is the latest
-    taken = [queue.take()[0] for _ in range(len(queue))]
+    taken = [key for _ in range(len(queue)) for key in queue.take(1, 9)]
     assert sorted(taken[:2]) == [b"l0", b"q0"] and taken[2:] == [b"l3", b"l2", b"l1"]
     assert not queue
+
+
+def test_a_tenant_that_joins_is_served_before_the_one_that_was_served_latest() -> None:
+    queue = FairQueue()
+    for number in range(9):
+        queue.put("loud", b"l%d" % number, "")
+    assert list(queue.take(2, 9)) == [b"l8", b"l7"]
+    queue.put("quiet", b"q0", "")
+    assert [list(queue.take(2, 9)) for _ in range(3)] == [[b"q0"], [b"l6", b"l5"], [b"l4", b"l3"]]
+
+
+def test_texts_that_are_taken_at_once_are_limited_in_number_and_length() -> None:
+    queue = FairQueue()
+    for number, length in enumerate((9, 90, 6, 3, 3, 2, 2)):
+        queue.put("", b"%d" % number, "a" * length)
+    taken = []
+    while queue:
+        taken.append("".join(key.decode() for key in queue.take(3, 9)))
+    assert taken == ["654", "32", "1", "0"]
+    assert len(queue) == 0
 
 
 def test_a_full_cache_keeps_the_vectors_of_a_tenant_within_its_share() -> None:

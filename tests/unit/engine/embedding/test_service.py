@@ -20,6 +20,8 @@ import pytest
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import EmbedderConfig
 from evoke_proxy.core.retrieval.encoding import Vectors
+from evoke_proxy.engine.embedding import service
+from evoke_proxy.engine.embedding.question_queue import MOST_WAITING, PIECE_CHARS
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.errors import ConfigError, EmbedderError
 
@@ -326,6 +328,87 @@ def test_a_slow_question_delays_a_turn_by_the_time_limit_only() -> None:
         assert await embed_query(rig.embedding, "next") is not None
 
     run(scene, timeout_ms=30)
+
+
+def _long_texts(name: str) -> list[str]:
+    """Texts of a question that is embedded in ten pieces."""
+    return [f"{name} {number} ".ljust(PIECE_CHARS, "a") for number in range(10)]
+
+
+def test_a_question_of_a_tenant_waits_for_one_piece_of_another_tenants_questions() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(5):
+                long = rig.embedding.embed_queries(_long_texts(f"long {number}"), "mallory")
+                tasks.create_task(long)
+            await rig.until(lambda: bool(rig.encoder.calls))
+            asked = tasks.create_task(embed_query(rig.embedding, "when?", "alice"))
+            await asyncio.sleep(0)
+            rig.encoder.may_ask.set()
+            assert await asked is not None
+        assert rig.encoder.of("question").index("when?") == 1
+        assert len(rig.encoder.of("question")) == 51
+
+    run(scene)
+
+
+def test_what_nobody_waits_for_any_more_is_not_embedded() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            left = [
+                tasks.create_task(rig.embedding.embed_queries(_long_texts(f"long {number}")))
+                for number in range(8)
+            ]
+            await rig.until(lambda: bool(rig.encoder.calls))
+            for one in left:
+                one.cancel()
+        rig.encoder.may_ask.set()
+        assert await embed_query(rig.embedding, "when?") is not None
+        texts = rig.encoder.of("question")
+        assert len(texts) == 2 and texts[1] == "when?"
+
+    run(scene)
+
+
+def test_few_questions_of_a_tenant_wait_and_further_ones_are_counted() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(MOST_WAITING + 3):
+                tasks.create_task(embed_query(rig.embedding, f"why {number}?"))
+            await rig.until(lambda: rig.count("evoke_embed_failures_total", reason="busy") == 2)
+            other = tasks.create_task(embed_query(rig.embedding, "when?", "alice"))
+            await asyncio.sleep(0)
+            rig.encoder.may_ask.set()
+            assert await other is not None
+        assert rig.count("evoke_embed_failures_total", reason="busy") == 2
+
+    run(scene)
+
+
+def test_blocks_are_embedded_though_questions_never_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_BLOCKS_WAIT_S", 0.05)
+
+    async def scene(rig: Rig) -> None:
+        async def ask_for_ever() -> None:
+            number = 0
+            while True:
+                number += 1
+                await embed_query(rig.embedding, f"why {number}?", f"tenant {number % 2}")
+
+        rig.encoder.may_ask.clear()
+        async with asyncio.TaskGroup() as tasks:
+            askers = [tasks.create_task(ask_for_ever()) for _ in range(4)]
+            await rig.until(lambda: bool(rig.encoder.calls))
+            (key,) = rig.submit("block", tenant="alice")
+            rig.encoder.may_ask.set()
+            await rig.until(lambda: rig.embedding.vector(key) is not None)
+            for asker in askers:
+                asker.cancel()
+
+    run(scene)
 
 
 def test_a_cancelled_question_leaves_no_state() -> None:
