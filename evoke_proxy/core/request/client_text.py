@@ -66,11 +66,14 @@ _ABOUT_CHARS = 400
 # The lines before the contents of files with rules for agents: of Claude Code and opencode, and of
 # Codex, which names the file and its directory. They are searched in so many characters of an
 # addition, and of the text before it.
-_RULES_FILE = re.compile(
-    r"(?:^|(?<=>))(?:contents of|instructions from:?) ([^\n]{0,300}?\b(?:claude|agents)\.md)\b"
+_RULES_HEAD = re.compile(
+    r"(?:^|(?<=>))(?:contents of|instructions from:?) "
     r"|^# (agents\.md) instructions for ([^\n]{1,300})$",
     re.IGNORECASE | re.MULTILINE,
 )
+_RULES_NAME = re.compile(r"\b(?:claude|agents)\.md\b", re.IGNORECASE)
+# Characters of a path before the name of the file.
+_MAX_FOLDER_CHARS = 300
 _RULES_CHARS, _CHARS_BEFORE = 1 << 16, 400
 # Files with rules in one addition, more of which have no names.
 _MAX_RULES_FILES = 8
@@ -111,9 +114,8 @@ class Element:
             # Codex names the file in the line before.
             before = max(0, start - _CHARS_BEFORE) if name == "INSTRUCTIONS" else inner_start
             last = min(inner_start + _RULES_CHARS, inner_end)
-            found = _RULES_FILE.finditer(text, before, last)
-            paths = (match[1] or f"{match[3].rstrip()}/{match[2]}" for match in found)
-            rules_files = tuple(islice(dict.fromkeys(paths), _MAX_RULES_FILES))
+            paths = dict.fromkeys(_rules_files(text, before, last))
+            rules_files = tuple(islice(paths, _MAX_RULES_FILES))
         return cls(name, start, inner_start, inner_end, end, is_reminder, rules_files)
 
     @property
@@ -126,6 +128,27 @@ class Element:
         old = self.start, self.inner_start, self.inner_end, self.end
         start, inner_start, inner_end, end = (at - bisect_left(joints, at) for at in old)
         return replace(self, start=start, inner_start=inner_start, inner_end=inner_end, end=end)
+
+
+def _rules_files(text: str, start: int, end: int) -> Iterator[str]:
+    """Yield the paths of files with rules for agents that are named before their contents.
+
+    The time is in proportion to the length, whatever the text: a client may send it to take time.
+    """
+    names = [match.span() for match in _RULES_NAME.finditer(text, start, end)]
+    after = start
+    for head in _RULES_HEAD.finditer(text, start, end):
+        if head.start() < after:
+            continue
+        if head[1] is not None:
+            yield f"{head[2].rstrip()}/{head[1]}"
+            continue
+        at = bisect_left(names, (head.end(), 0))
+        if at == len(names) or names[at][0] - head.end() > _MAX_FOLDER_CHARS:
+            continue
+        if text.find("\n", head.end(), names[at][0]) < 0:
+            after = names[at][1]
+            yield text[head.end() : after]
 
 
 def asked_text(text: str) -> str:
@@ -191,13 +214,15 @@ def elements_of(text: str, role: Role) -> Iterator[Element]:
     tags = _TAGS.get(role)
     if tags is None or "</" not in text:
         return
-    at, n_found, n_failed = 0, 0, Counter[str]()
+    at, n_found, n_failed, closings = 0, 0, Counter[str](), dict[str, int]()
     while n_found < _MAX_ELEMENTS and (tag := tags.search(text, at)) is not None:
         name, at = tag[1], tag.end()
         if n_failed[name] >= _MAX_FAILED:
             continue
         closing = f"</{name}>"
-        inner_end = text.find(closing, at)
+        inner_end = closings.get(name, -1)
+        if inner_end < at:  # else there is none before it
+            inner_end = closings[name] = text.find(closing, at)
         end = inner_end + len(closing)
         if inner_end >= 0 and _LINE_END.match(text, end):
             yield Element.of(text, tag, inner_end, end)

@@ -12,10 +12,12 @@ from evoke_proxy.engine.parsing.body_parsing import is_large, parse_object
 from evoke_proxy.errors import RequestError
 from evoke_proxy.thread_pools import for_body, run_in
 
-# The check of a grammar of this size takes some milliseconds.
-_SMALL_GRAMMAR_BYTES = 4096
+# The check of a grammar, or of a pattern in a JSON schema, of this size takes some milliseconds.
+_SMALL_GRAMMAR_BYTES = 512
+# What a body with a grammar or a pattern has. The last one may stand for any letter of the others.
+_GRAMMAR_SIGNS = (b"::=", b"pattern", b"\\u")
 # Text fields of a form are short: a prompt for the transcription, a format, a flag.
-_FORM_FIELD_BYTES = 8192
+_FORM_FIELD_BYTES, _FORM_FIELDS_BYTES = 8192, 16384
 _FORM_PARTS = 32
 # The one accepted spelling of a form's type, so that its boundary is unambiguous.
 _FORM_TYPE = re.compile(
@@ -41,10 +43,10 @@ async def check(
 ) -> None:
     """Raise RequestError when a body would overload llama-server or the proxy.
 
-    Large bodies are checked in a thread. `shape` is the structure of the body, if it was measured
-    while the body arrived.
+    Large bodies are checked in a thread, and forms, each of whose fields may be a grammar. `shape`
+    is the structure of the body, if it was measured while the body arrived.
     """
-    if is_large(body) or _may_have_large_grammar(body):
+    if is_large(body) or is_form(content_type) or _may_have_large_grammar(body):
         await run_in(for_body(len(body)), check_body, body, content_type, limits, shape)
     else:
         check_body(body, content_type, limits, shape)
@@ -52,7 +54,7 @@ async def check(
 
 def _may_have_large_grammar(body: bytes) -> bool:
     """Whether a body may have a grammar whose check takes too long for the event loop."""
-    return len(body) > _SMALL_GRAMMAR_BYTES and (b"::=" in body or b"\\u" in body)
+    return len(body) > _SMALL_GRAMMAR_BYTES and any(sign in body for sign in _GRAMMAR_SIGNS)
 
 
 def is_form(content_type: str) -> bool:
@@ -97,6 +99,7 @@ def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:
     if named is None:
         message = "Content-Type must be multipart/form-data; boundary=TEXT, of 1 to 70 characters"
         raise RequestError(message, "invalid_form")
+    n_field_bytes = 0
     for count, part in enumerate(_parts(body, b"--" + named[2].encode())):
         if count >= _FORM_PARTS:
             raise RequestError(f"the form has more than {_FORM_PARTS} parts", "parameter_too_large")
@@ -105,6 +108,10 @@ def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:
             continue
         if len(part) > _FORM_FIELD_BYTES:
             message = f"a field of the form has more than {_FORM_FIELD_BYTES} bytes"
+            raise RequestError(message, "parameter_too_large")
+        n_field_bytes += len(part)
+        if n_field_bytes > _FORM_FIELDS_BYTES:
+            message = f"the fields of the form have more than {_FORM_FIELDS_BYTES} bytes"
             raise RequestError(message, "parameter_too_large")
         check_grammar(content, limits)  # every field may be one
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from cpu_time import exponent
 from hypothesis import given
@@ -91,6 +94,41 @@ def test_no_text_is_lost_completely(text: str) -> None:
 def test_long_texts_are_read_in_linear_time() -> None:
     for part in ("<task>", "<env></task>", "<task a ", f"{STATE} x "):
         assert exponent(lambda n, part=part: asked_text(f"{part * n}</"), 2000) < 1.5
+
+
+def _shortest_s(text: str) -> float:
+    """Seconds of this thread to find the elements of a text, the shortest of three."""
+    times = []
+    for _ in range(3):
+        began = time.thread_time()
+        list(elements_of(text, Role.USER))
+        times.append(time.thread_time() - began)
+    return min(times)
+
+
+@pytest.mark.parametrize("begin", [">contents of ", "\nInstructions from: ", "claude.md "])
+def test_what_looks_like_names_of_files_with_rules_takes_little_time(begin: str) -> None:
+    """75 ms for one element before, and nine messages of a request are read in the event loop."""
+    inner = (begin * 6000)[: 1 << 16]
+    assert _shortest_s(f"<rules>\n{inner}\n</rules>") < 0.03
+
+
+class _Searched(str):
+    """A text that counts how often it is searched for another one."""
+
+    n_searches = 0
+
+    def find(self, *args: Any) -> int:
+        self.n_searches += 1
+        return super().find(*args)
+
+
+def test_tags_that_are_closed_within_a_line_are_searched_once_for_each_name() -> None:
+    names = ("task", "env", "rules")
+    opened = "".join(f"<{name}>\n" for name in names for _ in range(8))
+    text = _Searched(opened + "a" + "".join(f"</{name}>x" for name in names))
+    assert list(elements_of(text, Role.USER)) == []
+    assert text.n_searches == len(names)
 
 
 @pytest.mark.parametrize(
