@@ -2,7 +2,7 @@
 
 A full collection stops the process; with a thousand sessions it takes 70 ms. Younger generations
 are collected as usual. Sessions are freed by their reference counts, so only old objects in
-reference cycles wait.
+reference cycles wait: what was in use while a younger generation was collected.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ NEW_OBJECTS = 4_000
 _NEVER = 2**31 - 1
 _INTERVAL_S = 5.0
 # Collections of the second generation since the last full one. From `_WORTH_IT` on, a full
-# collection runs when no request has run for an interval; from `_OVERDUE` on, in any case.
+# collection runs when no request has run for an interval; from `_OVERDUE` on, in any case. At a low
+# load they are few: then so many seconds since the last full one, in which there was one of them.
 _WORTH_IT, _OVERDUE = 1000, 10_000
+_WORTH_IT_S, _OVERDUE_S = 60.0, 3600.0
 # Collections of the first generation between two of the second, which then take at most 3 ms.
 _FIRST_FOR_SECOND = 2
 
@@ -32,6 +34,7 @@ class DeferredCollection:
         """`idle_s` tells for how many seconds no request has run."""
         self._idle_s = idle_s
         self._timer: asyncio.TimerHandle | None = None
+        self._collected_at = 0.0
         self._before = gc.get_threshold()
 
     def start(self) -> None:
@@ -42,6 +45,7 @@ class DeferredCollection:
         gc.collect()
         gc.freeze()
         gc.set_threshold(NEW_OBJECTS, _FIRST_FOR_SECOND, _NEVER)
+        self._collected_at = asyncio.get_running_loop().time()
         self._schedule()
 
     def stop(self) -> None:
@@ -55,7 +59,11 @@ class DeferredCollection:
         self._timer = asyncio.get_running_loop().call_later(_INTERVAL_S, self._check)
 
     def _check(self) -> None:
-        count = gc.get_count()[2]
-        if count >= _OVERDUE or (count >= _WORTH_IT and self._idle_s() >= _INTERVAL_S):
+        now, count = asyncio.get_running_loop().time(), gc.get_count()[2]
+        age_s = now - self._collected_at if count else 0.0
+        is_overdue = count >= _OVERDUE or age_s >= _OVERDUE_S
+        is_worth_it = count >= _WORTH_IT or age_s >= _WORTH_IT_S
+        if is_overdue or (is_worth_it and self._idle_s() >= _INTERVAL_S):
             gc.collect()
+            self._collected_at = now
         self._schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -66,3 +67,51 @@ def test_a_full_collection_waits_until_no_request_runs(
 
     asyncio.run(run())
     assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_busy"), [("_WORTH_IT_S", False), ("_OVERDUE_S", True)], ids=["idle", "busy"]
+)
+def test_at_a_low_load_a_full_collection_runs_after_some_time(
+    full: list[int], monkeypatch: pytest.MonkeyPatch, limit: str, is_busy: bool
+) -> None:
+    """A few collections of the second generation are enough: they may be those of hours."""
+    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(garbage_collection, limit, 0.3)
+
+    async def run() -> None:
+        requests = ActiveRequests(lambda: False)
+        collecting = DeferredCollection(lambda: requests.idle_s)
+        collecting.start()
+        old = Node()
+        gc.collect(1)
+        node = weakref.ref(old)
+        del old
+        full.clear()
+        with requests.track() if is_busy else contextlib.nullcontext():
+            await asyncio.sleep(0.1)
+            assert not full
+            async with asyncio.timeout(30):
+                while node() is not None:
+                    await asyncio.sleep(0.01)
+        collecting.stop()
+
+    asyncio.run(run())
+
+
+def test_nothing_is_collected_while_nothing_was_made(
+    full: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.01)
+    for limit in ("_WORTH_IT_S", "_OVERDUE_S"):
+        monkeypatch.setattr(garbage_collection, limit, 0.001)
+
+    async def run() -> None:
+        collecting = DeferredCollection(lambda: 1.0)
+        collecting.start()
+        full.clear()
+        await asyncio.sleep(0.2)
+        assert not full
+        collecting.stop()
+
+    asyncio.run(run())
