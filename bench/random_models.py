@@ -8,6 +8,7 @@ and named by their shape."""
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,60 +56,9 @@ class Shape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
-def _tiny(name: str, arch: str, **more: Any) -> Shape:
-    return Shape(name, 4, 128, 2, 1, 64, 128, 8192, 10_000.0, arch, **more)
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        # The KV of Qwen2.5-7B (28 layers, 4 KV heads of 128), a narrow residual stream: what is
-        # copied is as large as there, what is computed is cheaper, so ratios are understated.
-        Shape("qwen2.5-7b-kv", 28, 512, 4, 4, 128, 1408, 32768),
-        # The two as they are, at the sizes of Q4_K_M but for the small vocabulary: for a GPU.
-        Shape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 32768, packed=True),
-        Shape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 131072, 500_000.0, packed=True),
-        # Eight layers, for what a conversation costs to bring back.
-        Shape("dense-8", 8, 256, 4, 2, 64, 704, 65536),
-        # The same, every other one recurrent.
-        Shape("hybrid-8", 8, 256, 4, 2, 64, 704, 65536, arch="qwen35"),
-        # K and V of 57,344 bytes a token, as of a 7B model; 5,120 tokens take 280 MiB.
-        Shape("wide-8", 8, 256, 14, 14, 128, 704, 65536),
-        # Four layers of one head, so that a CPU gets through 28,000 tokens in half a minute.
-        Shape("long-4", 4, 128, 1, 1, 64, 256, 65536),
-        Shape("long-hybrid-4", 4, 128, 2, 1, 64, 256, 65536, arch="qwen35"),
-        # Attention has the share of a token's multiplications that it has in Qwen2.5-7B: 0.3 at
-        # 16K tokens, 0.63 at 64K.
-        Shape("attention-7b", 4, 896, 3, 1, 64, 4864, 131072),
-        # Two layers and a long context, for token accounting.
-        Shape("long-2", 2, 128, 2, 1, 64, 256, 131072),
-        # A vocabulary of 152,000 tokens, for counting as users' models do.
-        Shape("qwen2-vocabulary", 2, 64, 1, 1, 64, 128, 65536, vocabulary="qwen2"),
-        # Four layers, for what a memory can do.
-        _tiny("tiny-dense", "llama"),
-        _tiny("tiny-bos", "llama", bos=True),
-        _tiny("tiny-moe", "llama", moe=True),
-        _tiny("tiny-gemma", "gemma3", window=64),
-        _tiny("tiny-gemma2", "gemma2", window=64),
-        _tiny("tiny-gpt-oss", "gpt-oss", moe=True, window=64),
-        _tiny("tiny-jamba", "jamba"),
-        _tiny("tiny-lfm2", "lfm2"),
-        _tiny("tiny-lfm2-window", "lfm2", window=64),
-        _tiny("tiny-qwen2vl", "qwen2vl"),
-        _tiny("tiny-qwen35", "qwen35"),
-        _tiny("tiny-mtp", "qwen35", mtp=True),
-        _tiny("tiny-mamba", "mamba"),
-        _tiny("tiny-dsa", "deepseek32"),
-        _tiny("tiny-dsa-shared", "glm-dsa"),  # every other layer uses the index of the one before
-        _tiny("tiny-dsa-window", "dots3note", window=64),
-        Shape("tiny-msa", 4, 128, 4, 2, 64, 128, 8192, 10_000.0, "minimax-m3"),
-        _tiny("tiny-dsv4", "deepseek4", window=64),
-        _tiny("tiny-hybrid-index", "qwen4exp"),
-        _tiny("tiny-longrope", "phi3"),  # RoPE factors for short texts and others for long ones
-        _tiny("tiny-dense-thinks", "llama", thinks=True),
-        _tiny("tiny-qwen35-thinks", "qwen35", thinks=True),
-    )
-}
+_READ = tomllib.loads(Path(__file__).with_name("random_models.toml").read_text("utf-8"))
+_TINY = {name: _READ["sizes_of_tiny"] | of for name, of in _READ["tiny"].items()}
+SHAPES = {name: Shape(name, **of) for name, of in (_READ["shapes"] | _TINY).items()}
 
 
 _THOUGHT = ("<think>", "</think>")
