@@ -33,7 +33,8 @@ class Tensor:
 
 LATENT = frozenset(("deepseek32", "glm-dsa", "dots3note"))  # one compressed row for all heads
 SPARSE = LATENT | {"minimax-m3", "deepseek4", "qwen4exp"}
-WITH_OUTPUT = frozenset(("minimax-m3", "deepseek4"))  # their output matrix is not the embedding
+# Their output matrix is not the embedding.
+WITH_OUTPUT = frozenset(("minimax-m3", "deepseek4", "gpt-oss"))
 
 # Of latent attention: queries, a row, its rotated part.
 _QUERY_RANK, _ROW_RANK, _ROTATED = 64, 64, 32
@@ -49,8 +50,7 @@ def head_sizes(shape: Shape) -> tuple[int, int, int]:
     """Channels of a key and of a value in the cache, and how many of the key are rotated."""
     if shape.arch in LATENT:
         return _ROW_RANK + _ROTATED, _ROW_RANK, _ROTATED
-    rotated = _ROTATED if shape.arch in SPARSE else shape.head_size
-    return shape.head_size, shape.head_size, rotated
+    return shape.head_size, shape.head_size, _ROTATED if shape.arch in SPARSE else shape.head_size
 
 
 def add_sparse_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
@@ -110,19 +110,6 @@ def has_index(shape: Shape, layer: int) -> bool:
     return shape.arch != "minimax-m3" or layer >= 1
 
 
-def model_tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
-    """Tensors of the model beside those that all models have."""
-    if shape.arch in WITH_OUTPUT:
-        yield Tensor("output.weight", (n_vocab, shape.width))
-    mixed = _STREAMS * shape.width
-    if shape.arch == "deepseek4":
-        yield Tensor("output_hc_fn.weight", (_STREAMS, mixed), exact=True)
-        yield Tensor("output_hc_base.weight", (_STREAMS,))
-        yield Tensor("output_hc_scale.weight", (1,))
-    if shape.arch == "qwen4exp":
-        yield from _low_rank("output_hc", mixed)
-
-
 def layer_attention(shape: Shape, layer: int) -> Iterator[Tensor]:
     """The attention of one layer, with its index."""
     if shape.arch in LATENT:
@@ -139,25 +126,32 @@ def layer_attention(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 def layer_streams(shape: Shape) -> Iterator[Tensor]:
     """What mixes the residual streams of one layer, where there are several."""
-    mixed = _STREAMS * shape.width
     for name in ("hc_attn", "hc_ffn"):
-        if shape.arch == "deepseek4":
-            mix = (2 + _STREAMS) * _STREAMS
-            yield Tensor(f"{name}_fn.weight", (mix, mixed), exact=True)
-            yield Tensor(f"{name}_base.weight", (mix,))
-            yield Tensor(f"{name}_scale.weight", (3,))
+        yield from _mixer(name, shape, (2 + _STREAMS) * _STREAMS, 3)
         if shape.arch == "qwen4exp":
-            yield from _low_rank(name, mixed)
-            yield Tensor(f"{name}_inject.weight", (_STREAMS, mixed))
+            yield Tensor(f"{name}_inject.weight", (_STREAMS, _STREAMS * shape.width))
+
+
+def _mixer(name: str, shape: Shape, weights: int, scales: int) -> Iterator[Tensor]:
+    """What mixes the residual streams in one place; nothing where there is one stream."""
+    mixed = _STREAMS * shape.width
+    if shape.arch == "deepseek4":
+        yield Tensor(f"{name}_fn.weight", (weights, mixed), exact=True)
+        yield Tensor(f"{name}_base.weight", (weights,))
+        yield Tensor(f"{name}_scale.weight", (scales,))
+    if shape.arch == "qwen4exp":
+        yield Tensor(f"{name}_norm.weight", (mixed,))
+        yield Tensor(f"{name}_down.weight", (_LOW_RANK, mixed))
+        yield Tensor(f"{name}_up.weight", (mixed, _LOW_RANK))
 
 
 def layer_experts(shape: Shape, layer: int) -> Iterator[Tensor]:
     """The feed-forward part: the first layer of most has no experts."""
+    if layer < 1 and shape.arch not in ("deepseek4", "qwen4exp"):
+        yield from _feed_forward(shape)
+        return
     if shape.arch != "qwen4exp":
         yield Tensor("ffn_norm.weight", (shape.width,))
-    if layer < 1 and shape.arch not in ("deepseek4", "qwen4exp"):
-        yield from _gated("", (), shape)
-        return
     yield Tensor("ffn_gate_inp.weight", (EXPERTS, shape.width), exact=True)
     if shape.arch == "qwen4exp":
         yield Tensor("ffn_gate_inp_shexp.weight", (shape.width,))
@@ -171,12 +165,6 @@ def _gated(suffix: str, many: tuple[int, ...], shape: Shape) -> Iterator[Tensor]
     yield Tensor(f"ffn_gate{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_up{suffix}.weight", (*many, shape.ff, shape.width))
     yield Tensor(f"ffn_down{suffix}.weight", (*many, shape.width, shape.ff))
-
-
-def _low_rank(name: str, mixed: int) -> Iterator[Tensor]:
-    yield Tensor(f"{name}_norm.weight", (mixed,))
-    yield Tensor(f"{name}_down.weight", (_LOW_RANK, mixed))
-    yield Tensor(f"{name}_up.weight", (mixed, _LOW_RANK))
 
 
 def _latent(shape: Shape, layer: int) -> Iterator[Tensor]:
@@ -246,11 +234,8 @@ def is_recurrent(shape: Shape, layer: int) -> bool:
 
 def add_settings(writer: gguf.GGUFWriter, shape: Shape) -> None:
     """What this architecture needs beyond what all of them do."""
-    if shape.arch in ("jamba", "lfm2"):
-        kv_heads = [0 if is_recurrent(shape, i) else shape.kv_heads for i in range(shape.layers)]
-        writer.add_head_count_kv(kv_heads)
-    else:
-        writer.add_head_count_kv(shape.kv_heads)
+    kv_heads = [0 if is_recurrent(shape, i) else shape.kv_heads for i in range(shape.layers)]
+    writer.add_head_count_kv(kv_heads if shape.arch in ("jamba", "lfm2") else shape.kv_heads)
     if shape.window:
         writer.add_sliding_window(shape.window)
     if shape.arch == "gemma3":
@@ -289,14 +274,14 @@ def _add_ssm(writer: gguf.GGUFWriter, inner: int, state: int, rank: int) -> None
 
 
 def tensors(shape: Shape, n_vocab: int) -> Iterator[Tensor]:
-    """All tensors of a model of this shape; the output matrix is the embedding."""
+    """All tensors of a model of this shape; the output matrix of most is the embedding."""
     yield Tensor("token_embd.weight", (n_vocab, shape.width))
     if shape.arch != "qwen4exp":
         name = "token_embd_norm" if shape.arch == "lfm2" else "output_norm"
         yield Tensor(f"{name}.weight", (shape.width,))
-    yield from model_tensors(shape, n_vocab)
-    if shape.arch == "gpt-oss":
+    if shape.arch in WITH_OUTPUT:
         yield Tensor("output.weight", (n_vocab, shape.width))
+    yield from _mixer("output_hc", shape, _STREAMS, 1)
     if shape.arch == "phi3":
         yield Tensor("rope_factors_long.weight", (shape.head_size // 2,), factor=8.0)
         yield Tensor("rope_factors_short.weight", (shape.head_size // 2,))

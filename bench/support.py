@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,62 +79,12 @@ The server has one slot unless `-np` is given.
 | model | options | memory | evict and load |
 |---|---|---|---|
 """
-
-
-def _kv(k: str, v: str, flash: str) -> tuple[str, ...]:
-    return ("-ctk", k, "-ctv", v, "-fa", flash)
-
-
-_STREAMS = (("-np", "4", "-kvu"), ("-np", "4", "-no-kvu"))
-_KINDS = {
-    "tiny-dense": "dense",
-    "tiny-bos": "dense, a vocabulary that adds BOS",
-    "tiny-moe": "dense, mixture of experts",
-    "tiny-gemma": "sliding window in every other layer (gemma3)",
-    "tiny-jamba": "hybrid with Mamba layers (jamba)",
-    "tiny-lfm2": "hybrid with short convolutions (lfm2)",
-    "tiny-lfm2-window": "hybrid, its attention all in windows",
-    "tiny-qwen2vl": "M-RoPE (qwen2vl)",
-    "tiny-qwen35": "M-RoPE, hybrid with gated delta nets (qwen35)",
-    "tiny-mamba": "recurrent (mamba)",
-    "tiny-dsa": "latent and sparse attention with an index (deepseek32)",
-    "tiny-dsa-shared": "the same, with an index in every other layer (glm-dsa)",
-    "tiny-dsa-window": "the same, with a window in every other layer (dots3note)",
-    "tiny-msa": "sparse attention by blocks (minimax-m3)",
-    "tiny-dsv4": "attention to compressed rows (deepseek4)",
-    "tiny-hybrid-index": "hybrid with an index of pools (qwen4exp)",
-}
 _PROJECTOR, _DRAFT, _RECURRENT = "PROJECTOR", "MODEL", "LFM2"
-_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0")
-_OPTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "tiny-dense": (
-        *(_kv(kind, kind, "on") for kind in _TYPES),
-        *(_kv(kind, kind if len(kind) < 5 and kind[0] != "q" else "f16", "off") for kind in _TYPES),
-        _kv("f16", "q8_0", "off"),
-        *((*streams, "-fa", flash) for streams in _STREAMS for flash in ("on", "off")),
-    ),
-    "tiny-gemma": (("-fa", "on"), ("-fa", "off"), ("--swa-full",), *_STREAMS),
-    "tiny-dsa": (("-fa", "on"), ("-fa", "off"), _kv("q8_0", "q8_0", "on"), *_STREAMS),
-    "tiny-dsa-shared": (("-fa", "on"),),
-    "tiny-dsa-window": (("-fa", "on"), ("--swa-full",), *_STREAMS),
-    "tiny-msa": (("-fa", "on"), _kv("q8_0", "q8_0", "on"), ("-fa", "off"), *_STREAMS),
-}
-_USUAL = (("-fa", "on"), ("-fa", "off"), *_STREAMS)
-_ONCE = {"tiny-lfm2-window", "tiny-mamba", "tiny-dsv4", "tiny-hybrid-index"}
-_SEEING = ("tiny-dense", "tiny-gemma", "tiny-qwen2vl")
-
+_READ = tomllib.loads(Path(__file__).with_name("support.toml").read_text("utf-8"))
 CASES = tuple(
-    Case(shape, kind, options)
-    for shape, kind in _KINDS.items()
-    for options in (((),) if shape in _ONCE else _OPTIONS.get(shape, _USUAL))
-) + (
-    *(
-        Case(shape, f"{_KINDS[shape]}, text beside a projector", ("--mmproj", _PROJECTOR))
-        for shape in _SEEING
-    ),
-    Case("tiny-dense", "dense", ("--spec-type", "draft-simple", "-md", _DRAFT)),
-    Case("tiny-mtp", "M-RoPE, hybrid (qwen35) with a head for MTP", ("--spec-type", "draft-mtp")),
-    Case("tiny-dense", "dense", ("--spec-type", "draft-simple", "-md", _RECURRENT)),
+    Case(model["shape"], model["kind"], tuple(options.split()))
+    for model in _READ["models"]
+    for options in model.get("options", _READ["usual"])
 )
 
 
