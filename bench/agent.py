@@ -15,8 +15,10 @@ import argparse
 import json
 import random
 import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench import watched
@@ -32,20 +34,8 @@ BUDGET, STEPS = 2304, 36
 ANSWER_TOKENS = 8
 _USER_EVERY = 14
 _CYCLE = ("read", "read", "search", "edit", "read again")
-_NAMES = "config server store session policy metrics upstream budget render worker".split()
-_WORDS = "limit buffer handler queue token window offset parser socket cursor cache timer".split()
-_SYSTEM = (
-    "You are a coding agent in a repository. Work in small steps: read before you edit, search when"
-    " you do not know where something is, and read again what you have changed. Never guess what a"
-    " file says. Use one tool at a time and wait for its result. Keep answers short."
-)
-# Rules that the user gives, each with one of the messages.
-RULES = (
-    "From now on, write every number with underscores.",
-    "From now on, never rename a function.",
-    "From now on, state the old value in every answer.",
-)
-_RULES_TEXT = "# Rules\n\nRun `make check` after each edit.\nDo not edit two files in one step.\n"
+_READ = tomllib.loads(Path(__file__).with_name("agent.toml").read_text("utf-8"))
+_NAMES, _WORDS, _SYSTEM, RULES = (_READ[name] for name in ("names", "words", "system", "rules"))
 Json = dict[str, Any]
 
 
@@ -62,21 +52,12 @@ class Step:
 
 def tools() -> list[Json]:
     """Four tools, described as agents describe theirs."""
-    text = {"type": "string"}
-    path = text | {"description": "Path of the file, from the root of the repository"}
-    pattern = text | {"description": "What to look for, no wildcards"}
     found = list[Json]()
-    for name, about, properties in (
-        ("read", "Reads a file and returns all of its lines with their numbers.", {"path": path}),
-        ("search", "Looks for a text in all files and returns the lines that have it.",
-         {"pattern": pattern}),
-        ("edit", "Replaces a text that stands exactly once in a file by another one.",
-         {"path": path, "old": text, "new": text}),
-        ("bash", "Runs a command in a shell.", {"command": text}),
-    ):  # fmt: skip
+    for tool in _READ["tools"]:
+        properties = tool["properties"]
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
-        function = {"name": name, "description": about, "parameters": parameters}
-        found.append({"type": "function", "function": function})
+        function = {"name": tool["name"], "description": tool["description"]}
+        found.append({"type": "function", "function": function | {"parameters": parameters}})
     return found
 
 
@@ -86,7 +67,7 @@ class Repository:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(f"agent-{seed}")
         self.files = {f"src/{name}.py": self._file(name) for name in _NAMES}
-        self.files[RULES_FILE] = _RULES_TEXT.splitlines()
+        self.files[RULES_FILE] = [*_READ["rules_file"]]
 
     def _file(self, name: str) -> list[str]:
         lines = [f'"""What {name} does."""', ""]
