@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from bench import charts, latency, record, support
@@ -25,13 +26,6 @@ from bench.tasks.cases import Case, cases
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: .6rem 0; } td, th { padding: .15rem .7rem; }
-th { text-align: left; border-bottom: 1px solid #999; } td { font-variant-numeric: tabular-nums; }
-.holds { color: #1b6e3c; } .fails { color: #b3261e; font-weight: bold; } svg { max-width: 100%; }
-.table { overflow-x: auto; }
-"""
 _INTRODUCTION = (
     "evoke-proxy lets parts of a conversation leave the KV cache of llama-server, and copies them"
     " back when a question needs them. This page is one run on this machine, on questions and texts"
@@ -124,12 +118,8 @@ def html(parts: Sequence[Part], about: Mapping[str, Any]) -> str:
             for bar in part.bars
         )  # fmt: skip
         body.append(_table(("", "bar", "measured", "wanted"), bars))
-    inside = "\n".join(body)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width"><title>evoke-proxy: proof</title>'
-        f"<style>{_STYLE}</style><body>{inside}</body></html>\n"
-    )
+    page = Path(__file__).with_name("page.html").read_text("utf-8")
+    return Template(page).substitute(body="\n".join(body))
 
 
 def _summary(parts: Sequence[Part]) -> str:
