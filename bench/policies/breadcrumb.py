@@ -15,7 +15,7 @@ from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import blocks_named
 from evoke_proxy.core.model.blocks import Block, Span
 from evoke_proxy.core.policy.evoke import evoke_choice, relevance_scores
-from evoke_proxy.core.policy.planner import by_score, candidates_of, room_for_blocks
+from evoke_proxy.core.policy.planner import by_score, room_for_quotes
 from evoke_proxy.core.policy.quotation import QuotedRequest, runs, with_note
 from evoke_proxy.core.policy.registry import Policy, register
 from evoke_proxy.core.policy.turn import Turn
@@ -33,8 +33,8 @@ from evoke_proxy.core.retrieval.query import Query
 _MIN_SHARE_OF_BEST = 0.5
 _MIN_RELEVANCE = 0.2
 _MAX_BLOCKS = 8
-# Quotations take at most the budget divided by this.
-_MAX_BUDGET_DIVISOR = 2
+# Quotations take at most this share of the budget.
+_MAX_BUDGET_SHARE = 0.5
 # Tokens of a quotation in addition to those of its block: heading, and words of adjacent blocks.
 _EXTRA_TOKENS = 32
 # Added to the relevance of a block that the client requests: more than any relevance.
@@ -82,23 +82,13 @@ def _blocks_to_quote(view: PolicyView, query: Query, config: PolicyConfig) -> li
     least = max(_MIN_RELEVANCE, _MIN_SHARE_OF_BEST * float(relevance[is_earlier].max()))
     wanted = is_out & (requested | (relevance >= least))
     order = by_score(wanted, relevance + _REQUESTED * requested, blocks)[:_MAX_BLOCKS]
-    room, taken = _room(view, config), list[int]()
+    room, taken = room_for_quotes(view, config, _MAX_BUDGET_SHARE), list[int]()
     for i in order.tolist():
         cost = int(blocks.lengths[i]) + _EXTRA_TOKENS
         if cost <= room:
             taken.append(i)
             room -= cost
     return [blocks[i] for i in sorted(taken)]
-
-
-def _room(view: PolicyView, config: PolicyConfig) -> int:
-    """Return how many tokens quotations may take."""
-    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
-    if room is None or config.budget is None:
-        return view.n_free - view.n_to_decode
-    candidates = candidates_of(view, config.sink_tokens, recovers=False)
-    n_required = candidates.n_rows(candidates.required)
-    return min(room - n_required, config.budget // _MAX_BUDGET_DIVISOR)
 
 
 def _text_of(

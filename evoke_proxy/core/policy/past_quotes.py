@@ -14,10 +14,9 @@ import numpy as np
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Block, Role
-from evoke_proxy.core.policy.planner import candidates_of, room_for_blocks
+from evoke_proxy.core.policy.planner import room_for_quotes
 from evoke_proxy.core.policy.quotation import QuotedRequest, runs, with_note
 from evoke_proxy.core.policy.turn import Turn
-from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.index import Index
 from evoke_proxy.core.retrieval.units import Units
 
@@ -51,7 +50,8 @@ def quote_past(turn: Turn, past: BlockTable, index: Index, body: bytes) -> Quote
     """
     if not len(past) or index.confidence(turn.query, past, len(past)) < _MIN_CONFIDENCE:
         return None
-    room = _room(turn.view, turn.config) - _HEADING_TOKENS
+    most = room_for_quotes(turn.view, turn.config, _MAX_BUDGET_SHARE)
+    room = min(turn.config.past_tokens, most) - _HEADING_TOKENS
     units = Units.of(past, max(1, int(_MAX_UNIT_SHARE * room)))
     relevance = units.maxima(index.relevance(turn.query, past))
     order = index.unit_order(turn.query, past, units, len(past))
@@ -68,17 +68,6 @@ def quote_past(turn: Turn, past: BlockTable, index: Index, body: bytes) -> Quote
         return None
     quoted = with_note(turn.request, body, _quotation(blocks), blocks)
     return replace(quoted, is_past=True) if quoted is not None else None
-
-
-def _room(view: PolicyView, config: PolicyConfig) -> int:
-    """Return how many tokens quotations may take, headings included."""
-    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
-    if room is None or config.budget is None:
-        return min(config.past_tokens, view.n_free - view.n_to_decode)
-    candidates = candidates_of(view, config.sink_tokens, recovers=False)
-    n_required = candidates.n_rows(candidates.required)
-    share = int(_MAX_BUDGET_SHARE * config.budget)
-    return min(config.past_tokens, share, room - n_required)
 
 
 def _quotation(blocks: Sequence[Block]) -> str:

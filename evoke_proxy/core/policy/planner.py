@@ -348,6 +348,19 @@ def room_for_blocks(n_to_decode: int, max_tokens: int | None, config: PolicyConf
     return config.budget - n_to_decode - min(answer, config.budget // _MAX_RESERVE_DIVISOR)
 
 
+def room_for_quotes(view: PolicyView, config: PolicyConfig, share: float) -> int:
+    """Return how many tokens quotations may take beside what must stay in the cache.
+
+    With a budget that is at most this share of it.
+    """
+    room = room_for_blocks(view.n_to_decode, view.max_tokens, config)
+    if room is None or config.budget is None:
+        return view.n_free - view.n_to_decode
+    candidates = candidates_of(view, config.sink_tokens, recovers=False)
+    n_required = candidates.n_rows(candidates.required)
+    return min(room - n_required, int(share * config.budget))
+
+
 def budget_for(n_tokens: int, max_tokens: int | None, config: PolicyConfig) -> int:
     """Return the least budget with room for `n_tokens` beside the reserve for the answer."""
     answer = config.reserve_tokens if max_tokens is None else max_tokens
