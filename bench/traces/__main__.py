@@ -26,11 +26,13 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,6 @@ MODEL = memory_plan.ModelShape(
 )
 # A workstation with one GPU, free memory in bytes.
 MACHINE = memory_plan.Machine(device=32 * _GIB, ram=64 * _GIB, disk=10**12)
-DEFAULT_RAM_GIB = 8.0
 SLOTS, USERS = 2, 4
 
 
@@ -77,32 +78,16 @@ class Spec:
     names: bool = False
 
 
-_FULL = {"policy.within_turn": "full"}
-_NO_SHARE = tuple(name for name in FEATURES if name != "share")
-_NO_ADOPT = tuple(name for name in _NO_SHARE if name != "adopt")
+def _specs() -> Iterator[Spec]:
+    arms = tomllib.loads(Path(__file__).with_name("arms.toml").read_text("utf-8"))
+    for name, fields in arms.items():
+        without = fields.pop("without", ())
+        features = tuple(each for each in FEATURES if each not in without)
+        yield Spec(name, features=features, **fields)
+
+
 BOUND, SAME_RAM, OURS = "bound", "ram cache", "evoke"
-SPECS: tuple[Spec, ...] = (
-    Spec(BOUND, "bound"),
-    Spec("1 slot", "stock", slots=1, ram_gib=0),
-    Spec("2 slots", "stock", ram_gib=0),
-    Spec("4 slots", "stock", slots=4, ram_gib=0),
-    Spec("ram cache, default", "stock", ram_gib=DEFAULT_RAM_GIB),
-    Spec(SAME_RAM, "stock"),
-    Spec("ram cache, no limit", "stock", ram_gib=float("inf")),
-    Spec(OURS),
-    Spec("evoke, no disk", has_disk=False),
-    Spec("evoke, all cells", all_cells=True),
-    Spec("evoke, no disk, all cells", has_disk=False, all_cells=True),
-    Spec("evoke, nothing shared", features=_NO_SHARE),
-    Spec("evoke, nothing adopted", features=_NO_ADOPT),
-    Spec("evoke, half budget", budget_share=0.5),
-    Spec("evoke, half, within_turn full", budget_share=0.5, settings=_FULL),
-    Spec("evoke, named", names=True),
-    Spec("ram cache, 2 users", "stock", users=2),
-    Spec("evoke, 2 users", users=2),
-    Spec("ram cache, 8 users", "stock", users=8),
-    Spec("evoke, 8 users", users=8),
-)
+SPECS = tuple(_specs())
 # The arms of `--quick`.
 QUICK = (BOUND, "2 slots", "ram cache, default", SAME_RAM, OURS, "evoke, nothing shared")
 
