@@ -118,8 +118,8 @@ def script(seed: int, steps: int) -> list[Step]:
             rules = {"path": RULES_FILE}
             found.append(Step(kind, RULES_FILE, rules, repository.read(RULES_FILE), asks))
             continue
-        old = kind != "read" or len(seen) == len(_NAMES)
-        path = rng.choice(seen[:-2] or seen) if old else _fresh(rng, seen)
+        fresh = [each for name in _NAMES if (each := f"src/{name}.py") not in seen]
+        path = rng.choice(fresh if kind == "read" and fresh else seen[:-2] or seen)
         if kind == "edit":
             before, after = repository.edit(path)
             call = {"path": path, "old": before, "new": after}
@@ -128,10 +128,6 @@ def script(seed: int, steps: int) -> list[Step]:
         seen += [path] if path not in seen else []
         found.append(Step("read", path, {"path": path}, repository.read(path), asks))
     return found
-
-
-def _fresh(rng: random.Random, seen: Sequence[str]) -> str:
-    return rng.choice([path for name in _NAMES if (path := f"src/{name}.py") not in seen])
 
 
 def run(steps: Sequence[Step], llama: Llama, front: int, watch: Watch) -> None:

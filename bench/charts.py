@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 _WIDTH, _HEIGHT = 760, 400
@@ -18,21 +17,9 @@ _BAR, _GAP, _BARS_LEFT, _BARS_RIGHT, _BARS_TOP = 9, 10, 190, 60, 60
 Points = Sequence[tuple[float, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Where on [first, last] pixels a value between least and most is."""
-
-    least: float
-    most: float
-    first: float
-    last: float
-
-    def at(self, value: float) -> float:
-        share = (value - self.least) / (self.most - self.least)
-        return self.first + share * (self.last - self.first)
-
-    def ticks(self) -> list[float]:
-        return [self.least + (self.most - self.least) * i / _TICKS for i in range(_TICKS + 1)]
+def _axis(most: float, first: float, last: float) -> Callable[[float], float]:
+    """Return what says where on [first, last] pixels a value between 0 and `most` is."""
+    return lambda value: first + value / most * (last - first)
 
 
 def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> str:
@@ -41,17 +28,17 @@ def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> 
     if not points:
         return ""
     x_most, y_most = (max(1e-9, *(point[i] for point in points)) for i in (0, 1))
-    across = _Axis(0.0, x_most, _LEFT, _WIDTH - _RIGHT)
-    up = _Axis(0.0, y_most, _HEIGHT - _BOTTOM, _TOP)
     below = _HEIGHT - _BOTTOM
-    parts = [_grid(up.at(tick), _named(tick)) for tick in up.ticks()]
-    parts += [
-        _text(across.at(tick), below + 18, _named(tick), "middle", 11) for tick in across.ticks()
-    ]
+    across, up = _axis(x_most, _LEFT, _WIDTH - _RIGHT), _axis(y_most, below, _TOP)
+    parts = []
+    for i in range(_TICKS + 1):
+        x, y = x_most * i / _TICKS, y_most * i / _TICKS
+        parts.append(_grid(up(y), _named(y)))
+        parts.append(_text(across(x), below + 18, _named(x), "middle", 11))
     parts += [_text((_LEFT + _WIDTH - _RIGHT) / 2, below + 38, x_name, "middle", 12)]
     parts += [_text(8, _TOP - 6, y_name, "start", 11)]
     for number, (name, line) in enumerate(lines.items()):
-        spots = [(across.at(x), up.at(y)) for x, y in line]
+        spots = [(across(x), up(y)) for x, y in line]
         colour = _COLOURS[number % len(_COLOURS)]
         parts.append(_line(spots, colour))
         parts.append(_key(_WIDTH - _RIGHT + 16, _TOP + 18 * number + 1, name, colour))
@@ -75,7 +62,7 @@ def bars(
     kinds = list(dict.fromkeys(kind for arm in arms for kind in whole[arm]))
     group = len(arms) * _BAR + _GAP
     height = _BARS_TOP + group * len(kinds) + 30
-    across = _Axis(0.0, 100.0, _BARS_LEFT, _WIDTH - _BARS_RIGHT)
+    across = _axis(100.0, _BARS_LEFT, _WIDTH - _BARS_RIGHT)
     names = {arm: colours[arm] for arm in arms} | ({"wanted": _WANTED} if wanted else {})
     step = min(100, (_WIDTH - _BARS_LEFT) // len(names))
     parts = [
@@ -83,7 +70,7 @@ def bars(
         for at, (arm, colour) in enumerate(names.items())
     ]
     for percent in range(0, 101, 25):
-        x = across.at(percent)
+        x = across(percent)
         parts.append(f'<path d="M{x:.1f} {_BARS_TOP - 6}V{height - 28}" stroke="{_GREY}"/>')
         parts.append(_text(x, height - 12, f"{percent} %", "middle", 11))
     for at, kind in enumerate(kinds):
@@ -91,12 +78,12 @@ def bars(
         parts.append(_text(_BARS_LEFT - 8, top + (group - _GAP) / 2 + 4, kind, "end", 12))
         for number, arm in enumerate(arms):
             if kind in whole[arm]:
-                y, x = top + number * _BAR, across.at(whole[arm][kind])
+                y, x = top + number * _BAR, across(whole[arm][kind])
                 size = f'width="{x - _BARS_LEFT:.1f}" height="{_BAR - 1}"'
                 parts.append(f'<rect x="{_BARS_LEFT}" y="{y}" {size} fill="{colours[arm]}"/>')
                 parts.append(_text(x + 4, y + _BAR - 1, f"{whole[arm][kind]:.0f}", "start", 8))
         if kind in wanted:
-            x, below = across.at(wanted[kind]), top + group - _GAP
+            x, below = across(wanted[kind]), top + group - _GAP
             parts.append(f'<path d="M{x:.1f} {top - 2}V{below + 2}" stroke="{_WANTED}"/>')
     return _svg(title, height, _BARS_LEFT, parts)
 

@@ -8,13 +8,14 @@ body, each on a new connection. The proxy's own times of these turns are in the 
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from http.client import HTTPConnection
 from typing import Any
 
 from bench.llama import Proxy
@@ -162,9 +163,8 @@ class PairedChat(Conversation):
 
 
 def _first_byte(port: int, body: bytes, session: str) -> tuple[float, int]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     headers = {"Content-Type": "application/json", "X-Evoke-Session": session}
-    try:
+    with closing(HTTPConnection("127.0.0.1", port, timeout=600)) as connection:
         connection.connect()
         began = time.perf_counter()
         connection.request("POST", _PATH, body, headers)
@@ -172,8 +172,6 @@ def _first_byte(port: int, body: bytes, session: str) -> tuple[float, int]:
         first = response.read1(1)
         ms = (time.perf_counter() - began) * 1000
         rest = first + response.read()
-    finally:
-        connection.close()
     if response.status != 200:
         raise RuntimeError(f"{_PATH}: {response.status} {rest[:500]!r}")
     parsed = events(iter(rest.splitlines()))

@@ -22,6 +22,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
     with silent_llama(_CONTEXT) as upstream, proxied(upstream, config=config) as proxy:
         empty = rss_mib(proxy.pid)
         for number in range(n_sessions):
-            talk = Conversation(proxy.port, number, _texts(number))
+            messages = partial(paragraph, random.Random(f"growth-{number}"), _SENTENCES)
+            talk = Conversation(proxy.port, number, iter(messages, ""))  # they do not end
             talk.lengthen(each // A_MESSAGE // 2)
             first = timed_turn(proxy, talk)
         settle(proxy.port, _SETTLE_S)
@@ -67,12 +69,6 @@ def measured(arm: str, blocks: int, args: argparse.Namespace) -> dict[str, Any]:
         growth = rss_mib(proxy.pid) - empty
     named = {"arm": arm, "blocks": blocks, "sessions": n_sessions, "budget": budget}
     return named | turn_row(found) | {"first_ms": first["own"], "rss_mib": growth}
-
-
-def _texts(seed: int) -> Iterator[str]:
-    """Return messages of about four blocks without end."""
-    rng = random.Random(f"growth-{seed}")
-    return iter(lambda: paragraph(rng, _SENTENCES), "")
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

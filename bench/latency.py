@@ -174,33 +174,25 @@ def of_decoding(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     return Report(summary | {f"{name}_{largest['tokens']}": largest[name] for name in names})
 
 
-class Memcpy:
-    """Two buffers whose pages are present, and the time to copy one into the other."""
-
-    def __init__(self, n_bytes: int) -> None:
-        self._n = n_bytes
-        self._from, self._to = (ctypes.create_string_buffer(n_bytes) for _ in range(2))
-        ctypes.memset(self._from, 1, n_bytes)
-        ctypes.memset(self._to, 2, n_bytes)
-
-    def ms(self) -> float:
-        began = time.perf_counter()
-        ctypes.memmove(self._to, self._from, self._n)
-        return _ms_since(began)
-
-
 def copied(server: Llama, p0: int, p1: int, repeats: int) -> dict[str, Any]:
     """Medians of saving and loading [p0, p1) of slot 0, and of a memcpy of as much."""
     times: dict[str, list[float]] = {"save": [], "load": [], "memcpy": []}
     first = server.act("block-save", name="b", p0=p0, p1=p1)
-    plain = Memcpy(first["n_bytes"])
+    n = first["n_bytes"]  # the pages of both buffers are present
+    source, target = (ctypes.create_string_buffer(b"x" * n, n) for _ in range(2))
+
+    def memcpy_ms() -> float:
+        began = time.perf_counter()
+        ctypes.memmove(target, source, n)
+        return _ms_since(began)
+
     before = device(server)
     for _ in range(repeats):
         server.act("block-drop", names=["b"])
-        times["memcpy"].append(plain.ms())
+        times["memcpy"].append(memcpy_ms())
         times["save"].append(server.act("block-save", name="b", p0=p0, p1=p1)["t_ms"])
         server.act("block-evict", p0=p0, p1=p1)
-        times["memcpy"].append(plain.ms())
+        times["memcpy"].append(memcpy_ms())
         loaded = server.act("block-load", names=["b"])
         assert loaded["same_cells"]
         times["load"].append(loaded["t_ms"])

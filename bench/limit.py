@@ -137,9 +137,7 @@ _BLOCKS = ("--evoke-ram", "64", "--ctx-logical", str(_CONTEXT))
 SHIFT_ARMS: dict[str, tuple[str, ...]] = {
     "never": (),
     "context shift": ("--context-shift",),
-    "streaming": (*_BLOCKS, "--kv-eviction", "1"),
-    "scored": (*_BLOCKS, "--kv-eviction", "2"),
-    "attention": (*_BLOCKS, "--kv-eviction", "3"),
+    **{arm: (*_BLOCKS, *eviction) for arm, eviction in ARMS.items() if eviction},
     "evoke": _BLOCKS,
 }
 _LAST, _ANSWER = 32, "ANSWER"
@@ -164,17 +162,11 @@ def rows_left(prompt: Sequence[int], generated: Sequence[int], kept: int, cells:
     return left
 
 
-def text_of(llama: Llama, messages: Sequence[dict[str, str]]) -> str:
-    """The prompt of a chat, as the server renders it."""
-    return str(llama.call("POST", "/apply-template", {"messages": messages})["prompt"])
-
-
 def directly(llama: Llama, arm: str, fact: Fact, args: argparse.Namespace) -> tuple[str, str, int]:
     """Generate and ask at the server; returns both texts, and the tokens it had kept."""
     messages = beginning(fact)
-    text = text_of(llama, messages)
-    prompt = llama.tokens(text, parse_special=True)
-    system = text_of(llama, messages[:1]).partition("<|im_start|>user")[0]
+    prompt = llama.tokens(llama.prompt_text(messages), parse_special=True)
+    system = llama.prompt_text(messages[:1]).partition("<|im_start|>user")[0]
     kept = len(llama.tokens(system, parse_special=True))
     marks = arm not in ("never", "context shift")
     llama.erase()
@@ -189,7 +181,7 @@ def directly(llama: Llama, arm: str, fact: Fact, args: argparse.Namespace) -> tu
     )
     generated = long["tokens"]
     rest = {"role": "assistant", "content": _ANSWER}, {"role": "user", "content": fact.question}
-    asked = text_of(llama, [*messages, *rest]).rpartition(_ANSWER)[2]
+    asked = llama.prompt_text([*messages, *rest]).rpartition(_ANSWER)[2]
     left = [*prompt, *generated]
     if arm == "context shift":
         left = rows_left(prompt, generated, kept, args.cells)

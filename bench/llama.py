@@ -96,6 +96,10 @@ class Llama:
         """The prompt of a chat request: `tokens`, `spans` of messages, and more."""
         return self.call("POST", "/evoke/render", {"dialect": "chat", "body": body})
 
+    def prompt_text(self, messages: object, **more: object) -> str:
+        """The prompt of these messages, as the server renders it."""
+        return str(self.call("POST", "/apply-template", {"messages": messages} | more)["prompt"])
+
     def tokens(self, text: str, **more: object) -> list[int]:
         """The tokens of a text."""
         return list(self.call("POST", "/tokenize", {"content": text} | more)["tokens"])
@@ -142,13 +146,12 @@ class Proxy:
 
     def turn_after(self, n_turns: int, tokens: int) -> str:
         """The log line of a prompt of so many tokens after `n_turns`; TimeoutError without one."""
-        until = time.monotonic() + _LOGGED_S
-        while time.monotonic() < until:
-            for line in self.turns()[n_turns:]:
-                if f" prompt={tokens} " in line:
-                    return line
-            time.sleep(0.02)
-        raise TimeoutError(f"no turn of {tokens} tokens in {self.log} after {_LOGGED_S:.0f} s")
+
+        def found() -> list[str]:
+            return [line for line in self.turns()[n_turns:] if f" prompt={tokens} " in line]
+
+        wait_until(f"a turn of {tokens} tokens is in {self.log}", found, _LOGGED_S)
+        return found()[0]
 
 
 @contextmanager

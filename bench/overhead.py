@@ -24,13 +24,13 @@ where the first byte comes more than 8 ms later at 8,192 tokens, or 15 at 32,768
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,11 @@ _TURN_COLUMNS = (
 
 def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any]]:
     """A row for each cheap request: both ways in pairs, the first of a pair taking turns."""
-    routes = {"direct": _Caller(direct), "proxied": _Caller(through)}
+    ports = {"direct": direct, "proxied": through}
+    links = {name: HTTPConnection("127.0.0.1", port, timeout=60) for name, port in ports.items()}
     rows = []
     for request in _RELAYED:
-        calls = {name: partial(caller.ms, *request) for name, caller in routes.items()}
+        calls = {name: partial(_ms, link, *request) for name, link in links.items()}
         times = in_turn(calls, repeats, _WARM_UP)
         added = [b - a for a, b in zip(times["direct"], times["proxied"], strict=True)]
         row = {"request": f"{request[0]} {request[1]}", "repeats": repeats}
@@ -88,23 +89,18 @@ def measure_relay(direct: int, through: int, repeats: int) -> list[dict[str, Any
     return rows
 
 
-class _Caller:
-    """One connection, kept alive, that times requests."""
-
-    def __init__(self, port: int) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-
-    def ms(self, method: str, path: str, body: object) -> float:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {} if data is None else {"Content-Type": "application/json"}
-        began = time.perf_counter()
-        self._connection.request(method, path, data, headers)
-        response = self._connection.getresponse()
-        response.read()
-        taken = (time.perf_counter() - began) * 1000
-        if response.status != 200:
-            raise RuntimeError(f"{method} {path}: {response.status}")
-        return taken
+def _ms(link: HTTPConnection, method: str, path: str, body: object) -> float:
+    """The time of a request on a connection that is kept alive."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {} if data is None else {"Content-Type": "application/json"}
+    began = time.perf_counter()
+    link.request(method, path, data, headers)
+    response = link.getresponse()
+    response.read()
+    taken = (time.perf_counter() - began) * 1000
+    if response.status != 200:
+        raise RuntimeError(f"{method} {path}: {response.status}")
+    return taken
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ _THOUGHT = ("<think>", "</think>")
 
 def ensure(shape: Shape, seed: int = 0) -> Path:
     """The GGUF of this shape, written first if the cache has none."""
-    return _cached(f"{shape.name}-{seed}", seed, lambda path, random: _write(path, shape, random))
+    return _cached(f"{shape.name}-{seed}", seed, partial(_write, shape))
 
 
 def _cached(name: str, seed: int, write: Callable[[Path, np.random.Generator], None]) -> Path:
@@ -88,14 +89,10 @@ IMAGE_ROWS = (_IMAGE // _PATCH) ** 2
 
 def ensure_projector(width: int, seed: int = 0) -> Path:
     """The GGUF of a projector for models of this width, written first if the cache has none."""
-    return _cached(
-        f"projector-{width}-{seed}",
-        seed,
-        lambda path, random: _write_projector(path, width, random),
-    )
+    return _cached(f"projector-{width}-{seed}", seed, partial(_write_projector, width))
 
 
-def _write_projector(path: Path, width: int, random: np.random.Generator) -> None:
+def _write_projector(width: int, path: Path, random: np.random.Generator) -> None:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_name(f"random projector {width}")
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
@@ -143,7 +140,7 @@ def _projector_tensors(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mm.2.bias", (width,)
 
 
-def _write(path: Path, shape: Shape, random: np.random.Generator) -> None:
+def _write(shape: Shape, path: Path, random: np.random.Generator) -> None:
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name(f"random {shape.name}")
     kind = gguf.LlamaFileType.MOSTLY_Q4_K_M if shape.packed else gguf.LlamaFileType.MOSTLY_F16

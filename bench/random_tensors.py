@@ -310,9 +310,7 @@ def _layer(shape: Shape, layer: int) -> Iterator[Tensor]:
 
 def _next_token_head(shape: Shape) -> Iterator[Tensor]:
     """One more layer of attention, which reads the last hidden state and the next token."""
-    yield Tensor("attn_norm.weight", (shape.width,))
-    yield from _attention(shape)
-    yield from _feed_forward(shape)
+    yield from _layer(shape, 1)
     yield Tensor("nextn.eh_proj.weight", (shape.width, 2 * shape.width))
     yield Tensor("nextn.enorm.weight", (shape.width,))
     yield Tensor("nextn.hnorm.weight", (shape.width,))

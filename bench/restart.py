@@ -51,14 +51,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.driver import Bench, Report, Row, option
 from bench.listening import Quiet, listening
-from bench.llama import ask, fronted, samples
+from bench.llama import ask, fronted, samples, wait_until
 from bench.random_models import SHAPES, chat_template, ensure
 from evoke_proxy.demo.client import content, events
 from evoke_proxy.demo.processes import free_port, serving
@@ -127,14 +127,13 @@ class Chat:
         link = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         began, first = time.perf_counter(), 0.0
         link.request("POST", "/v1/chat/completions", json.dumps(body).encode())
-        reply, text = link.getresponse(), b""
+        reply, said = link.getresponse(), ""
         assert reply.status == 200, reply.read()
-        while piece := reply.read1(65536):
-            text += piece
-            if not first and b"data: {" in text:
-                first = time.perf_counter() - began
+        for event in events(reply):
+            first = first or time.perf_counter() - began
+            said += content(event)
         link.close()
-        self._append("".join(map(content, events(iter(text.splitlines())))))
+        self._append(said)
         return first
 
 
@@ -144,8 +143,7 @@ class Setup:
     def __init__(self, model: str, binary: Path, folder: Path, args: argparse.Namespace) -> None:
         shape, options, _ = MODELS[model]
         self._command = [str(binary), "-m", str(ensure(SHAPES[shape])), "-np", "1", *options]
-        self._command += ["-c", str(min(32768, SHAPES[shape].context))]
-        self._command += ["--jinja", "--metrics"]
+        self._command += ["-c", str(min(32768, SHAPES[shape].context)), "--jinja", "--metrics"]
         self._command += ["-t", args.threads, "-tb", args.threads, "--slot-save-path", str(folder)]
         self._folder = folder
         self._answer: int = args.answer
@@ -265,14 +263,14 @@ def peer(upstream: int, folder: Path) -> AbstractContextManager[int]:
     one, last = threading.Lock(), [""]
 
     def slot(action: str, name: str) -> None:
-        asked = json.dumps({"filename": name})
-        ask(upstream, "POST", f"/slots/0?action={action}", asked)
+        ask(upstream, "POST", f"/slots/0?action={action}", json.dumps({"filename": name}))
 
     class Handler(Quiet):
         def do_POST(self) -> None:
             body = self.body()
             with one:
-                key = _key(json.loads(body))
+                first = next(m for m in json.loads(body)["messages"] if m["role"] == "user")
+                key = f"{hashlib.sha256(first['content'].encode()).hexdigest()[:16]}.bin"
                 if key != last[0] and (folder / key).exists():
                     slot("restore", key)
                 last[0] = key
@@ -292,11 +290,6 @@ def peer(upstream: int, folder: Path) -> AbstractContextManager[int]:
             link.close()
 
     return listening(Handler)
-
-
-def _key(body: dict[str, Any]) -> str:
-    first = next(item["content"] for item in body["messages"] if item["role"] == "user")
-    return hashlib.sha256(first.encode()).hexdigest()[:16] + ".bin"
 
 
 def _read_seconds(file: int, size: int, flag: int) -> float:
@@ -351,12 +344,10 @@ def _cached_share(path: Path) -> float:
 
 def _rest(front: int) -> None:
     """Wait until the proxy has decoded ahead and saved."""
-    deadline = time.monotonic() + _REST_S
-    while time.monotonic() < deadline:
-        if 'evoke_look_aheads_total{result="done"}' in samples(front):
-            time.sleep(0.5)  # the file is sealed behind it
-            return
-        time.sleep(0.1)
+    ahead = 'evoke_look_aheads_total{result="done"}'
+    with suppress(TimeoutError):  # some prompts have nothing to decode ahead
+        wait_until("the proxy decodes ahead", lambda: ahead in samples(front), _REST_S)
+        time.sleep(0.5)  # the file is sealed behind it
 
 
 def plan(args: argparse.Namespace) -> list[Unit]:

@@ -102,9 +102,10 @@ class Talk:
             self.count(llama)
 
     def count(self, llama: Llama) -> None:
-        """Count the tokens of the messages that are new."""
+        """Count the tokens of the messages that are new, as they are within a prompt."""
         for message in self.messages[len(self.sizes) :]:
-            self.sizes.append(_tokens_of(llama, message))
+            text = llama.prompt_text([message], add_generation_prompt=False)
+            self.sizes.append(len(llama.tokens(text, parse_special=True)))
 
     def ask(self, llama: Llama) -> None:
         """Add a question about an earlier message."""
@@ -124,13 +125,6 @@ class Talk:
             dropped += 1
             total -= self.sizes[dropped]
         return dropped
-
-
-def _tokens_of(llama: Llama, message: Message) -> int:
-    """Tokens of a message within a prompt, without a template's generation prompt."""
-    both = {"messages": [message], "add_generation_prompt": False}
-    text = llama.call("POST", "/apply-template", both)["prompt"]
-    return len(llama.tokens(text, parse_special=True))
 
 
 class Client:

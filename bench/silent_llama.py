@@ -6,7 +6,6 @@ answered with N bytes of text. `growth` and `stall` measure the proxy in front o
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
@@ -225,20 +224,17 @@ async def _unread(request: web.Request) -> web.Response:
 def silent_llama(n_ctx: int = N_CTX) -> Iterator[int]:
     """The port of such a server in a process of its own, which ends with the block."""
     port = free_port()
-    command = [sys.executable, "-m", "bench.silent_llama", "--port", str(port), "--ctx", str(n_ctx)]
+    command = [sys.executable, "-m", "bench.silent_llama", str(port), str(n_ctx)]
     with tempfile.TemporaryDirectory() as folder:
         with serving(command, port, Path(folder) / "server.log"):
             yield port
 
 
 def main() -> None:
-    """Serve on the port of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--ctx", type=int, default=N_CTX, help="tokens of the context")
-    args = parser.parse_args()
+    """Serve on a port with a context of so many tokens, the two words of the command line."""
+    port, n_ctx = map(int, sys.argv[1:])
     os.nice(5)
-    llama = SilentLlama(args.ctx)
+    llama = SilentLlama(n_ctx)
     app = web.Application(client_max_size=1 << 30)
     act = _answering(lambda got, call: llama.act(got.query["action"], call))
     routes = [
@@ -252,7 +248,7 @@ def main() -> None:
         web.route("*", "/{path:.*}", _unread),
     ]
     app.add_routes(routes)
-    web.run_app(app, host="127.0.0.1", port=args.port, print=None)
+    web.run_app(app, host="127.0.0.1", port=port, print=None)
 
 
 if __name__ == "__main__":

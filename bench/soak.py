@@ -182,8 +182,7 @@ class Faults:
     def _connections(self, port: int, n: int, data: bytes) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(n):
-                connection = socket.create_connection(("127.0.0.1", port), 5)
-                stack.enter_context(contextlib.closing(connection))
+                connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
                 connection.sendall(data)
             time.sleep(_SILENT_S)
 
@@ -443,12 +442,10 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
 
 def by_minute(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]:
     """Return minutes and values by figure: medians of each minute of the run."""
-    minutes: dict[int, list[Sample]] = {}
-    for sample in samples:
-        minutes.setdefault(int(sample["at"] // _MINUTE_S), []).append(sample)
     found: dict[str, list[tuple[float, float]]] = {}
     before: Sample | None = None
-    for minute, mine in minutes.items():
+    for minute, group in itertools.groupby(samples, lambda sample: sample["at"] // _MINUTE_S):
+        mine = list(group)
         turns = [turn for sample in mine for turn in sample["turns"] if "first_byte" in turn]
         figures = ("rss", "descriptors", "threads", "load")
         values = {name: [float(sample[name]) for sample in mine] for name in figures}
@@ -459,7 +456,7 @@ def by_minute(samples: Sequence[Sample]) -> dict[str, list[tuple[float, float]]]
         before = mine[-1]
         for name, each in values.items():
             if each:
-                found.setdefault(name, []).append((float(minute), statistics.median(each)))
+                found.setdefault(name, []).append((minute, statistics.median(each)))
     return found
 
 

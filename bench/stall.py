@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import http.client
 import json
 import os
 import random
@@ -34,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +247,7 @@ def _pages(stage: Stage) -> Iterator[Callable[[Stage], None]]:
             ended.wait(_PAGE_S)
 
     def follow() -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", stage.admin, timeout=_TIMEOUT_S)
-        with closing(connection):
+        with closing(HTTPConnection("127.0.0.1", stage.admin, timeout=_TIMEOUT_S)) as connection:
             connection.request("GET", "/evoke/events")
             response = connection.getresponse()
             while response.readline():

@@ -96,7 +96,8 @@ def _text_of(
 ) -> str:
     """Return the text of a run of blocks, in complete words."""
     part = Span(run[0].span.start, run[-1].span.end)
-    item = spans[min(bisect_right(spans, part.start, key=_span_end), len(spans) - 1)]
+    at = bisect_right(spans, part.start, key=lambda each: each.span.end)
+    item = spans[min(at, len(spans) - 1)]
     if not (item.index == run[0].message < len(messages) and item.span.encloses(part)):
         return " ".join(block.text for block in run)
     message = messages[item.index].printed
@@ -106,10 +107,6 @@ def _text_of(
     if not message.endswith(text):
         text = text.rpartition(" ")[0] or text
     return text.strip()
-
-
-def _span_end(item: MessageSpan) -> int:
-    return item.span.end
 
 
 _QUOTING = Policy(name="breadcrumb", choose=evoke_choice(), uses_query=True)

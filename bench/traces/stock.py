@@ -122,8 +122,7 @@ class StockServer:
         idle = [slot for slot in self.slots if not slot.is_busy]
         if not idle:
             return None
-        oldest = min(slot.last_used for slot in idle)
-        return [slot for slot in idle if slot.last_used == oldest][-1], True
+        return min(reversed(idle), key=lambda slot: slot.last_used), True
 
 
 class Unlimited:
