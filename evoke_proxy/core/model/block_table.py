@@ -261,7 +261,8 @@ class BlockTable(Sequence[Block]):
         """Index of the first block of the question: of the last message.
 
         When the last message is a tool result, the question begins with the first of the tool
-        results that directly precede it. 0 without blocks.
+        results that directly precede it. A last message of reminders alone belongs to the message
+        before it. 0 without blocks.
         """
         if self._question is None:
             self._question = self._found_question()
@@ -271,10 +272,20 @@ class BlockTable(Sequence[Block]):
         if not len(self):
             return 0
         messages, roles = self.messages, self.roles
-        first = int(messages.searchsorted(messages[-1]))
-        while first and roles[-1] == _TOOL and roles[first - 1] == _TOOL:
+        first = int(messages.searchsorted(messages[self._last_own()]))
+        while first and self.is_step and roles[first - 1] == _TOOL:
             first = int(messages.searchsorted(messages[first - 1]))
         return first
+
+    def _last_own(self) -> int:
+        """Index of the last block that is no reminder; of the last one if all are reminders."""
+        own = (~self.reminders).nonzero()[0]
+        return int(own[-1]) if len(own) else len(self) - 1
+
+    @property
+    def is_step(self) -> bool:
+        """Whether the prompt ends with results of tools, so that an agent takes its next step."""
+        return len(self) > 0 and bool(self.roles[self._last_own()] == _TOOL)
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

@@ -69,13 +69,16 @@ _RANKED = 1.0
 # the message that began the task, of the system prompt with tools, and of a question that is not
 # decoded again.
 _LIVE, _TASK, _FILES, _RULES, _SYSTEM, _ASKED = 3.0, 4.0, 4.25, 4.5, 4.75, 5.0
+# The share of the room beside what stays that the ranking may take in a conversation with results
+# of tools; the rest is for the blocks with the highest keep-scores.
+_AGENT_SHARE = 0.5
 # At most this share of the budget is for a question that is not decoded again.
 _MAX_ASKED_SHARE = 0.5
 # An answer is expected to take at most the budget divided by this.
 _MAX_ANSWER_DIVISOR = 2
 # Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
-_USER = ROLES.index(Role.USER)
+_USER, _TOOL = ROLES.index(Role.USER), ROLES.index(Role.TOOL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,10 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             for kept, score in ((task, _TASK), (files, _FILES), (rules, _RULES)):
                 scores[kept] = score
             scores[rules & system_blocks(view.blocks)] = _SYSTEM
-        selection = SelectionOrder(units, order, margin)
+        # An agent works on what it has just read and done, which the words of a step do not find.
+        is_agent = bool((view.blocks.roles == _TOOL).any())
+        worth, share = (keep, _AGENT_SHARE) if is_agent else (scores, 1.0)
+        selection = SelectionOrder(units, order, margin, worth, share)
         asked = asked_blocks(view, int(_MAX_ASKED_SHARE * (config.budget or 0)))
 
         def select(candidates: Candidates, scores: FloatArray, capacity: int | None) -> WorkingSet:

@@ -1,7 +1,7 @@
 """Selects the working set of the evoke policy within a capacity in tokens.
 
-Blocks that stay whatever the query finds are taken first, then the ranked units, then the other
-blocks with the highest scores.
+Blocks that stay whatever the query finds are taken first, then the ranked units within their share
+of the room, then the other blocks that are worth most.
 """
 
 from __future__ import annotations
@@ -35,13 +35,17 @@ class SelectionOrder:
     Attributes:
         units: The units of the blocks.
         order: Indexes of the units that the query finds, best first.
-        margin: Added to the scores of resident blocks when the blocks that are left after the
+        margin: Added to the worth of resident blocks when the blocks that are left after the
             ranking compete; one number, or one per block [n].
+        worth: What these blocks compete with [n].
+        share: Share of the room that the ranked units may take, in (0, 1].
     """
 
     units: Units
     order: Positions
     margin: float | FloatArray
+    worth: FloatArray
+    share: float = 1.0
 
 
 def select_blocks(
@@ -60,7 +64,7 @@ def select_blocks(
         ranked = _first_fit(selection, candidates.lengths, optional & ~taken, room)
         room -= int(candidates.lengths[ranked].sum())
         taken |= ranked
-        worth = scores + np.where(candidates.was_resident, selection.margin, 0.0)
+        worth = selection.worth + np.where(candidates.was_resident, selection.margin, 0.0)
         return taken | best_fit(optional & ~taken, worth, blocks, room)
 
     return fill_capacity(candidates, capacity, fill)
@@ -92,12 +96,18 @@ def blocks_to_keep(
     """Return the blocks [n] of the whole prompt to keep in `room` tokens, if all had rows."""
     taken = best_fit(scores >= BEFORE_RANKING, scores, view.blocks, room)
     lengths = view.blocks.lengths
-    return taken | _first_fit(selection, lengths, ~taken, room - int(lengths[taken].sum()))
+    room -= int(lengths[taken].sum())
+    ranked = _first_fit(selection, lengths, ~taken, room)
+    taken |= ranked
+    if selection.share == 1.0:
+        return taken
+    room -= int(lengths[ranked].sum())
+    return taken | best_fit(~taken, selection.worth, view.blocks, room)
 
 
 def _first_fit(selection: SelectionOrder, lengths: Positions, wanted: Mask, room: int) -> Mask:
-    """Return the wanted blocks [n] of the ranked units that fit into `room`, best unit first."""
+    """Return the wanted blocks [n] of the ranked units that fit into their share of `room`."""
     units, order = selection.units, selection.order
     costs = units.sums(np.where(wanted, lengths, 0))
     has_wanted = order[costs[order] > 0]
-    return wanted & first_fit(has_wanted, costs, room)[units.of_block]
+    return wanted & first_fit(has_wanted, costs, int(selection.share * room))[units.of_block]

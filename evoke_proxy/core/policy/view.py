@@ -201,12 +201,12 @@ def keep_scores(
 ) -> FloatArray:
     """Return how much each block [n] is worth keeping, in [0, 1], independent of the query.
 
-    The worth is m + (1 - m) s, for the minimum m of the block's role and the weighted mean s of the
-    available signals, times the block's priority, and times 2 when it is preferred; at most 1.
-    Sinks and pinned blocks are worth 1.
+    The worth is m + (1 - m) s, for the minimum m of the block's role (0 of reminders) and the
+    weighted mean s of the available signals, times the block's priority, and times 2 when it is
+    preferred; at most 1. Sinks and pinned blocks are worth 1.
     """
     blocks = view.blocks
-    least = _MIN_WORTH_BY_ROLE[blocks.roles]
+    least = np.where(blocks.reminders, 0.0, _MIN_WORTH_BY_ROLE[blocks.roles])
     worth = (least + (1 - least) * _mean_signal(view, weights)) * blocks.priority
     worth = np.minimum(1.0, worth * np.where(blocks.preferred, _PREFERRED_FACTOR, 1.0))
     scores: FloatArray = np.where(blocks.pinned | (blocks.starts < sink_tokens), 1.0, worth)

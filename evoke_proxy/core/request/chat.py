@@ -15,6 +15,7 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
+from evoke_proxy.core.request.client_text import both_ends, searched_text
 from evoke_proxy.core.request.converters import MESSAGE_FIELDS
 from evoke_proxy.core.request.messages import Message, ToolCall
 from evoke_proxy.core.request.options import (
@@ -46,6 +47,9 @@ _MAX_ARGUMENTS = 16
 # Limits on the tool calls of one answer that are read: their number, and the characters and
 # elements of all arguments that are parsed. The event loop parses them in a few milliseconds.
 _MAX_CALLS, _MAX_PARSED_CHARS, _MAX_PARSED_ELEMENTS = 64, 1 << 20, 8192
+# Of the step of an agent, at most this many characters of each end of what it said, and of each
+# result, are read; and of a result the characters in which a reminder at its end is recognized.
+_STEP_CHARS, _RESULT_CHARS, _MAX_REMINDER = 500, 40, 2048
 # Messages after the last answer that a turn is read from: a message may have any number of results.
 _MAX_LATEST = 1024
 
@@ -130,20 +134,32 @@ class ChatRequest:
         It consists of the user and tool text after the last answer, and of the arguments of that
         answer's tool calls, because these name the requested file by its path.
         """
-        texts, calls = self._latest
-        parsed = set(_parsable(calls))
-        arguments = (_arguments(call, i in parsed) for i, call in enumerate(calls[:_MAX_CALLS]))
-        return "\n".join([*arguments, *texts])
+        after, answer = self._latest
+        return "\n".join([*_all_arguments(answer), *(message.text for message in after)])
+
+    @property
+    def step(self) -> str:
+        """Text about the step of an agent that continues after the results of its tools.
+
+        It consists of the last answer, the arguments of its tool calls, and a few words of each
+        result: a result is too long to say what is done, but begins or ends with a name or number.
+        """
+        after, answer = self._latest
+        said = both_ends(answer.text, _STEP_CHARS) if answer is not None else ""
+        results = (both_ends(one.text, _MAX_REMINDER) for one in after if one.role is Role.TOOL)
+        ends = (both_ends(searched_text(text, Role.TOOL), _RESULT_CHARS) for text in results)
+        return "\n".join(filter(None, [said, *_all_arguments(answer), *ends]))
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths in the tool calls of the last answer."""
-        _, calls = self._latest
+        _, answer = self._latest
+        calls = answer.tool_calls if answer is not None else ()
         return tuple(dict.fromkeys(path for i in _parsable(calls) if (path := calls[i].path)))
 
     @property
-    def _latest(self) -> tuple[list[str], tuple[ToolCall, ...]]:
-        """The texts after the last answer, and that answer's tool calls.
+    def _latest(self) -> tuple[list[Message], Message | None]:
+        """The messages of user and tools after the last answer, and that answer.
 
         An answer before more than _MAX_LATEST messages is not searched for.
         """
@@ -152,13 +168,13 @@ class ChatRequest:
         while at and turns[at - 1].role is Role.ASSISTANT:  # a prefilled answer
             at -= 1
         first = max(0, at - _MAX_LATEST)
-        texts: list[str] = []
+        after: list[Message] = []
         while at > first and turns[at - 1].role is not Role.ASSISTANT:
             at -= 1
             if turns[at].role in (Role.USER, Role.TOOL):
-                texts.append(turns[at].text)
+                after.append(turns[at])
         is_answer = at > 0 and turns[at - 1].role is Role.ASSISTANT
-        return texts[::-1], turns[at - 1].tool_calls if is_answer and texts else ()
+        return after[::-1], turns[at - 1] if is_answer and after else None
 
 
 def parse_chat(
@@ -224,6 +240,13 @@ def _n_answers(body: Mapping[str, Any]) -> int:
 
 def _is_batch(prompt: list[Any]) -> bool:
     return len(prompt) > 1 and all(isinstance(item, str | list | dict) for item in prompt)
+
+
+def _all_arguments(answer: Message | None) -> list[str]:
+    """The arguments of each tool call of an answer, see `_arguments`; none without an answer."""
+    calls = answer.tool_calls if answer is not None else ()
+    parsed = set(_parsable(calls))
+    return [_arguments(call, i in parsed) for i, call in enumerate(calls[:_MAX_CALLS])]
 
 
 def _parsable(calls: Sequence[ToolCall]) -> Iterator[int]:

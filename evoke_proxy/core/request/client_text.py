@@ -180,6 +180,19 @@ def asked_text(text: str) -> str:
     return text
 
 
+def has_only_additions(text: str) -> bool:
+    """Return whether a message of the user has nothing but what its client has added on its own.
+
+    Coding agents send such messages after the results of tools. An empty text has no additions.
+    """
+    end = 0
+    for element in elements_of(text, Role.USER):
+        if not element.is_added or text[end : element.start].strip():
+            return False
+        end = element.end
+    return end > 0 and not text[end:].strip()
+
+
 def both_ends(text: str, chars: int) -> str:
     """Return a text, or its first and last `chars` characters when it is longer than both."""
     return text if len(text) <= 2 * chars else f"{text[:chars]}\n{text[-chars:]}"

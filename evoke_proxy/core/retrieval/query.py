@@ -11,7 +11,7 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.client_text import asked_text, both_ends
+from evoke_proxy.core.request.client_text import asked_text, both_ends, has_only_additions
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 from evoke_proxy.core.retrieval.languages import (
@@ -24,6 +24,8 @@ from evoke_proxy.core.retrieval.languages import (
 # A long text usually has its question at one end; this many characters of each end are read.
 _MAX_CHARS = 2048
 _MAX_CLAUSES = 16
+# Of what the user asked for before an agent's step, this many characters of each end are read.
+_ASKED_CHARS = 500
 _CLAUSE_CHARS = 256
 # A turn of at most this many words needs the previous turn to be understood: "and the other one?"
 _FEW_WORDS = 4
@@ -127,6 +129,12 @@ class Query:
         n_context, n_earlier = len(clauses) - n_asked, n_asked - n_own
         return cls(text, tuple(clauses), n_context=n_context, n_earlier=n_earlier)
 
+    @classmethod
+    def undivided(cls, text: str) -> Query:
+        """Build the query of a text that is one clause, without vectors; see `of`."""
+        text = both_ends(text, _MAX_CHARS)
+        return cls(text, (text,) if text else ())
+
     @property
     def n_own(self) -> int:
         """How many clauses come from `text`; they are the first ones."""
@@ -184,26 +192,30 @@ def query_of(request: ChatRequest) -> Query:
     Several messages of the user in a row are several questions, as far as they ask something; one
     that only states something is context of a turn that refers back. Long statements in the message
     that asks are context, too. When a turn refers to earlier turns, by a pronoun or because it has
-    only a few words, the query includes their texts as context. The query of a turn of tool results
-    includes the user's last message as context. Of messages of the user only `asked_text` counts.
+    only a few words, the query includes their texts as context. Of messages of the user only
+    `asked_text` counts. The query of an agent's step, after the results of its tools, is a single
+    clause of what the user asked for last, and of the step.
     """
     messages = _without_prefill(request.turns)
     run = list(takewhile(_is_user, islice(reversed(messages), _MAX_SEARCHED)))
+    last = messages[-len(run) - 1] if len(run) < len(messages) else None
+    has_tools = last is not None and last.role is Role.TOOL
+    n_before = len(messages) - len(run)
+    if has_tools:  # a client may add something to the results
+        run = [message for message in run if not has_only_additions(message.text)]
     if run:
         asked, stated = _asked_and_stated(asked_text(run[0].text))
         texts = [asked_text(message.text) for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
         earlier = [each for each in reversed(texts) if _asks(each)]
-        last = messages[-len(run) - 1] if len(run) < len(messages) else None
-        has_tools = last is not None and last.role is Role.TOOL
         text = request.query if has_tools else asked
         context = [stated] if stated and not has_tools else []
         if refers_back(asked):
             context += [each for each in texts if not _asks(each)]
-            context += _turns_before(messages[: len(messages) - len(run)])
+            context += _turns_before(messages[:n_before])
         query = Query.of(text, context, earlier)
     else:
-        asked = next(_user_texts(messages), "")
-        query = Query.of(request.query, [asked] if asked else [])
+        asked = both_ends(next(_user_texts(messages), ""), _ASKED_CHARS)
+        query = Query.undivided("\n".join(filter(None, [asked, request.step])))
     return replace(
         query,
         requested=request.options.recover,
@@ -361,5 +373,5 @@ def _joined_names(sentence: str) -> list[str]:
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
     for message in islice(reversed(messages), _MAX_SEARCHED):
-        if message.role is Role.USER:
+        if message.role is Role.USER and not has_only_additions(message.text):
             yield asked_text(message.text)

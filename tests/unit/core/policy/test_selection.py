@@ -19,9 +19,11 @@ from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.units import Units
 
 
-def chosen(view: PolicyView, scores: list[float], order: list[int], capacity: int) -> list[int]:
+def chosen(
+    view: PolicyView, scores: list[float], order: list[int], capacity: int, share: float = 1.0
+) -> list[int]:
     units = Units.of(view.blocks, 256)
-    selection = SelectionOrder(units, np.array(order, np.int64), 0.0)
+    selection = SelectionOrder(units, np.array(order, np.int64), 0.0, np.array(scores), share)
     result = select_blocks(candidates_of(view, 0, True), np.array(scores), capacity, selection)
     return np.flatnonzero(result.chosen).tolist()
 
@@ -49,9 +51,20 @@ def test_blocks_are_chosen_by_need_then_by_ranking_then_by_keep_score() -> None:
 def test_new_blocks_are_kept_by_the_same_rule() -> None:
     view = in_messages(block_view(FILLER[:6], "ssssrr"), [0, 0, 0, 1, 2, 3])
     units = Units.of(view.blocks, 256)
-    selection = SelectionOrder(units, np.array([0, 1], np.int64), 0.0)
+    worth = np.arange(6.0)
+    selection = SelectionOrder(units, np.array([0, 1], np.int64), 0.0, worth)
     mask = blocks_to_keep(selection, view, np.zeros(6), 64 * 2)
     assert np.flatnonzero(mask).tolist() == [3]
+    halved = replace(selection, share=0.5)
+    assert np.flatnonzero(blocks_to_keep(halved, view, np.zeros(6), 64 * 2)).tolist() == [3, 5]
+
+
+def test_the_ranking_chooses_in_its_share_of_the_room_and_worth_in_the_rest() -> None:
+    view = block_view(FILLER[:6], "ssssrr")
+    scores = [0.1, 0.2, 0.3, 0.8, 0.7, 0.6]
+    assert chosen(view, scores, [0, 1, 2], 64 * 4) == [0, 1, 2, 5], "the last block must stay"
+    assert chosen(view, scores, [0, 1, 2], 64 * 4, share=0.67) == [0, 1, 3, 5]
+    assert chosen(view, scores, [0, 1, 2], 64 * 4, share=0.34) == [0, 3, 4, 5]
 
 
 def test_messages_that_lead_up_to_the_question_come_later_beyond_their_room() -> None:

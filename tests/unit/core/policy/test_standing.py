@@ -23,6 +23,7 @@ from evoke_proxy.core.policy.standing import (
     live_blocks,
     most_essential_tokens,
     rule_blocks,
+    running_task,
     task_blocks,
 )
 from evoke_proxy.core.policy.view import PolicyView
@@ -125,7 +126,21 @@ def test_the_question_starts_at_the_first_of_several_tool_results() -> None:
     roles = {3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.TOOL}
     assert view_of(FILLER[:6], roles).blocks.question_start == 4
     assert BlockTable().question_start == 0
+    assert not BlockTable().is_step
     assert kept(view_of(FILLER[:1], {}), 640) == []
+
+
+def test_reminders_after_results_of_tools_neither_ask_nor_begin_a_task() -> None:
+    roles = dict.fromkeys((3, 5, 8), Role.ASSISTANT) | dict.fromkeys((4, 6, 9, 10), Role.TOOL)
+    view = view_of(FILLER[:12], roles)
+    reminders = {7, 11}
+    blocks = [replace(b, is_reminder=i in reminders) for i, b in enumerate(view.blocks)]
+    reminded = replace(view, blocks=BlockTable(blocks))
+    assert reminded.blocks.is_step and reminded.blocks.question_start == 9
+    assert np.flatnonzero(running_task(reminded.blocks)).tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert not view.blocks.is_step and view.blocks.question_start == 11
+    alone = BlockTable(replace(block, is_reminder=True) for block in view.blocks)
+    assert alone.question_start == 11
 
 
 _TASK = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}

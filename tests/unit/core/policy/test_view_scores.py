@@ -42,6 +42,11 @@ def test_a_score_is_between_0_and_1(
     assert 0 <= score(block) <= 1
 
 
+def test_a_reminder_of_a_client_has_no_floor() -> None:
+    old = at(128)
+    assert score(old) >= 0.6 > score(replace(old, is_reminder=True))
+
+
 @pytest.mark.parametrize("role", Role)
 def test_a_newer_block_always_scores_higher(role: Role) -> None:
     scores = [score(at(end, role)) for end in range(128, N_TOKENS, 997)]

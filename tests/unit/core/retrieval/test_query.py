@@ -134,11 +134,28 @@ def test_relative_clauses_and_existence_refer_to_nothing_earlier(text: str, refe
     assert refers_back(text) is refers
 
 
-def test_after_tool_results_the_query_includes_the_users_question() -> None:
-    question = request(
-        ("user", "Find the Oslo code for me now."), ("assistant", ""), ("tool", "nothing here")
-    )
-    assert question.clauses[0] == "nothing here" and "Oslo" in question.clauses[-1]
+ASKED = ("user", "Find the Oslo code for me now.")
+RESULT = ("tool", f"nothing here {'and so on. ' * 90}and no more")
+REMINDER = ("user", "<system-reminder>\nUse the to-do list.\n</system-reminder>")
+
+
+def test_a_step_of_an_agent_is_one_clause_of_what_is_asked_said_and_found() -> None:
+    step = request(ASKED, ("assistant", "First I read vaults.txt. Then Rome's."), RESULT)
+    (clause,) = step.clauses
+    assert clause == step.text
+    lines = clause.split("\n")
+    assert lines[:2] == [ASKED[1], "First I read vaults.txt. Then Rome's."]
+    assert lines[2].startswith("nothing here") and lines[-1].endswith("no more")
+    assert len(clause) < 200, "only a few words of the result"
+
+
+def test_what_a_client_adds_after_results_of_tools_asks_nothing() -> None:
+    step = request(ASKED, ("assistant", "I read it."), RESULT)
+    assert request(ASKED, ("assistant", "I read it."), RESULT, REMINDER).text == step.text
+    again = request(ASKED, ("assistant", "Yes."), REMINDER, ("assistant", "I read it."), RESULT)
+    assert again.text == step.text, "the user asked before the reminder"
+    own = ("user", f"{REMINDER[1]}\nWhat is the code of the Rome vault?")
+    assert "Rome" in request(ASKED, ("assistant", "I read it."), RESULT, own).clauses[-1]
 
 
 def test_a_topic_requires_a_vector_for_each_clause() -> None:
