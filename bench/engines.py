@@ -126,9 +126,9 @@ class CachedEncoder:
 class InProcess:
     """The engine of the proxy in this process, in front of a server without arithmetic."""
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(self, directory: Path | None = None, renderer: Renderer | None = None) -> None:
         """Load the encoders; `directory` has that of the settings with an encoder."""
-        self._renderer = Renderer()
+        self._renderer = renderer or Renderer()
         self.encoders: dict[str, Encoder] = {"built-in": WordVectorEncoder()}
         if directory is not None:
             encoder = OnnxEncoder(EmbedderConfig(directory=str(directory)))

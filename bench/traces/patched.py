@@ -662,7 +662,9 @@ def _body_of(body: object) -> bytes:
     """The bytes of a call's body, which may come in parts."""
     parts = body if isinstance(body, tuple) else (body,)
     return b"".join(
-        part if isinstance(part, bytes) else orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)
+        part
+        if isinstance(part, bytes | memoryview)
+        else orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)
         for part in parts
     )
 

@@ -1,0 +1,211 @@
+"""Is what a coding agent repeats in its next message in the cache when the message begins?
+
+Sessions of Claude Code (`bench/data`) are sent request by request, each with the whole history, as
+an agent sends them. Rare words of the recorded answer, its text and the arguments of its calls,
+that at most three earlier messages have come from one of these: names, paths, numbers. Such a word
+counts as present when all tokens of one place with it are in the cache. Nobody has chosen the words
+for a search to find them. The budget is 1/4, 1/8 or 1/16 of a session of 96,000 tokens; turns whose
+prompt fits into the budget are left out. The engine runs in this process (`bench/engines.py`), and
+no model answers.
+
+`words` is the share of all such words that are present, `whole` that of the turns with all of them.
+Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
+beside the last message of the user and what follows the last answer: `newest`; `bm25`, by the last
+message of the user, the last answer, and the beginning of each result; `oracle`, by how many of the
+words a message has. Sessions are for tuning or for reporting, see the data.
+
+*Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
+*Fails* when, of a split and share, the lower 95 % bound of the paired difference in whole turns to
+the best fill but the oracle, or to `no recall`, is not above -3 points; and when the share of words
+is less than there."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import record
+from bench.driver import Bench, Report, Row, listed, numbers, option
+from bench.engines import DEFAULT, SETTINGS, InProcess, Ranges
+from bench.fills import bm25, fill
+from bench.presence import LEAST_POINTS
+from bench.stats import paired_difference, percent
+from bench.vocabulary import Renderer, qwen2
+
+SESSIONS = Path(__file__).parent / "data" / "coding_sessions.json.gz"
+FILLS = ("newest", "bm25", "oracle")
+_RARE, _ANSWER_CHARS, _RESULT_CHARS, _ASKED_CHARS = 3, 6000, 700, 1500
+_WORD = re.compile(r"[A-Za-z_]\w{4,}|\d{3,}")
+_SYSTEM = {"role": "system", "content": "You are a coding agent. Read a file before you edit it."}
+Json = Mapping[str, Any]
+
+
+def printed(message: Json) -> dict[str, str]:
+    """Return a message as chatml templates print it, with its calls of tools."""
+    calls = (call["function"] for call in message.get("tool_calls", ()))
+    called = (f"\n<tool_call>\n{call['name']} {call['arguments']}\n</tool_call>" for call in calls)
+    return {"role": message["role"], "content": "".join([message["content"], *called])}
+
+
+class _Renderer(Renderer):
+    def __call__(self, messages: Sequence[Json]) -> Any:
+        return super().__call__([printed(message) for message in messages])
+
+
+class Session:
+    """A recorded session, and where its words are.
+
+    Attributes:
+        messages: The messages, a system prompt first.
+        texts: What is printed of each.
+        starts: Where each begins, in tokens, and where the last one ends.
+        answers: Indexes of the messages of the agent.
+    """
+
+    def __init__(self, messages: Sequence[Json]) -> None:
+        self.messages = [_SYSTEM, *messages]
+        self.texts = [printed(message)["content"] for message in self.messages]
+        self.answers = [i for i, one in enumerate(self.messages) if one["role"] == "assistant"]
+        # Of each word the places where it is: the message, the first token, the one after the last.
+        self._places = defaultdict[str, list[tuple[int, int, int]]](list)
+        self.starts = [0]
+        for at, (message, text) in enumerate(zip(self.messages, self.texts, strict=True)):
+            head = f"<|im_start|>{message['role']}\n"
+            encoded = qwen2().encode(f"{head}{text}<|im_end|>\n")
+            ends = np.array([end for _, end in encoded.offsets]) - len(head)
+            for word in _WORD.finditer(text):
+                first = int(ends.searchsorted(word.start(), "right")) + self.starts[-1]
+                last = int(ends.searchsorted(word.end(), "left")) + self.starts[-1]
+                self._places[word[0]].append((at, first, last + 1))
+            self.starts.append(self.starts[-1] + len(encoded.ids))
+
+    def repeated(self, answer: int) -> dict[str, list[tuple[int, int, int]]]:
+        """Return the rare words of an answer that earlier messages have, with their places there.
+
+        Of a longer answer the first 6,000 characters are read.
+        """
+        found = {}
+        for word in dict.fromkeys(_WORD.findall(self.texts[answer][:_ANSWER_CHARS])):
+            places = [place for place in self._places[word] if place[0] < answer]
+            if 0 < len({at for at, _, _ in places}) <= _RARE:
+                found[word] = places
+        return found
+
+    def present(self, answer: int, resident: Ranges) -> list[bool]:
+        """Return of each repeated word of an answer whether a place with it is resident."""
+        rows = np.zeros(self.starts[-1] + 1, np.bool_)
+        for start, end in resident:
+            rows[start:end] = True
+        places = self.repeated(answer).values()
+        return [any(rows[a:b].all() for _, a, b in each) for each in places]
+
+    def fills(self, answer: int, budget: int) -> Iterator[tuple[str, Ranges]]:
+        """Yield what each fill has when an answer begins."""
+        roles = [message["role"] for message in self.messages[:answer]]
+        said = max((i for i in range(answer) if roles[i] == "assistant"), default=0)
+        asked = max(i for i in range(answer) if roles[i] == "user")
+        fixed = sorted({0, asked, *range(said, answer)}, reverse=True)
+        room, first = budget, list[tuple[int, int]]()
+        for i in fixed:  # of what does not fit, the beginnings
+            start, end = self.starts[i], min(self.starts[i + 1], self.starts[i] + room)
+            room -= end - start
+            first.append((start, end))
+        newest = [i for i in reversed(range(answer)) if i not in fixed]
+        sizes = {i: self.starts[i + 1] - self.starts[i] for i in newest}
+        results = [text[:_RESULT_CHARS] for text in self.texts[said + 1 : answer]]
+        own = self.texts[said][-_ASKED_CHARS:], self.texts[asked][:_ASKED_CHARS]
+        ranked = bm25(self.texts[:answer], "\n".join([*own, *results]))
+        has = Counter(at for places in self.repeated(answer).values()
+                      for at in {place[0] for place in places})  # fmt: skip
+        needed = sorted(newest, key=lambda i: -has[i] / sizes[i])
+        orders = newest, [i for i in ranked if i in sizes], needed
+        for arm, order in zip(FILLS, orders, strict=True):
+            taken = fill(order, sizes, room)
+            yield arm, [*first, *((self.starts[i], self.starts[i + 1]) for i in taken)]
+
+
+@cache
+def sessions(path: Path = SESSIONS) -> list[Json]:
+    """Return the sessions, each with `id`, `split` and `messages`."""
+    read: list[Json] = json.loads(gzip.decompress(path.read_bytes()))
+    return read
+
+
+def measure(args: argparse.Namespace) -> Iterator[Row]:
+    """Yield one row for each session, share, arm and turn."""
+    made = InProcess(renderer=_Renderer())
+    arms = args.arms or [DEFAULT.arm, "no recall", "discard", *FILLS]
+    for each in sessions():
+        if args.split not in (each["split"], "both"):
+            continue
+        session = Session(each["messages"])
+        for share in args.shares:
+            budget = session.starts[-1] // share
+            turns = [at for at in session.answers if session.starts[at] > budget]
+            chats = [session.messages[:at] for at in session.answers]
+            found = dict[tuple[str, int], Ranges]()
+            for setting in (one for one in SETTINGS if one.arm in arms):
+                resident = made.resident(setting, budget, each["id"], chats)
+                found |= {(setting.arm, at): rows
+                          for at, rows in zip(session.answers, resident, strict=True)}  # fmt: skip
+            for at in turns:
+                found |= {(arm, at): rows for arm, rows in session.fills(at, budget) if arm in arms}
+                for arm in arms:
+                    if present := session.present(at, found[arm, at]):
+                        yield {
+                            "split": each["split"], "conversation": each["id"], "share": share,
+                            "question": at, "arm": arm, "words": len(present),
+                            "present": sum(present), "whole": all(present),
+                        }  # fmt: skip
+        print(each["id"], len(session.answers), session.starts[-1], file=sys.stderr, flush=True)
+
+
+def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
+    """Report shares by split, budget and arm, differences of the default, and its bars."""
+    table, missed = list[dict[str, Any]](), list[str]()
+    for split, share in dict.fromkeys((row["split"], row["share"]) for row in rows):
+        cell = [row for row in rows if (row["split"], row["share"]) == (split, share)]
+        of = dict[str, dict[str, Any]]()
+        for arm in dict.fromkeys(row["arm"] for row in cell):
+            mine = [row for row in cell if row["arm"] == arm]
+            words = sum(row["words"] for row in mine)
+            of[arm] = {
+                "split": split, "share": share, "arm": arm, "turns": len(mine), "n_words": words,
+                "words": round(100 * sum(row["present"] for row in mine) / words, 1),
+                "whole": percent(row["whole"] for row in mine),
+            }  # fmt: skip
+        for arm in of if DEFAULT.arm in of else ():
+            if arm != DEFAULT.arm:
+                of[arm]["default minus"] = paired_difference(cell, DEFAULT.arm, arm)
+        fills = [arm for arm in ("newest", "bm25") if arm in of]
+        best = [max(fills, key=lambda arm: of[arm]["whole"])] if fills else []
+        for arm in [*best, *(arm for arm in ("no recall",) if arm in of)]:
+            low = of[arm].get("default minus", {"low": 0.0})["low"]
+            if low is not None and low <= LEAST_POINTS:
+                missed.append(f"{split} 1/{share}: whole turns against {arm}")
+            if DEFAULT.arm in of and of[DEFAULT.arm]["words"] < of[arm]["words"]:
+                missed.append(f"{split} 1/{share}: words against {arm}")
+        table += of.values()
+    columns = ("split", "share", "arm", "turns", "n_words", "words", "whole")
+    return Report({"cells": table}, missed, rows=table, said=record.table(table, columns))
+
+
+BENCH = Bench(
+    "coding", __doc__, "--split tuning --shares 8 --arms 'default,no recall'", measure, report, (),
+    (option("--split", "both", choices=("tuning", "reporting", "both")),
+     option("--shares", "4,8,16", "budgets, as 1/share of a session", type=numbers),
+     option("--arms", "", "separated by commas (all)", type=listed)),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(BENCH.main())
