@@ -4,7 +4,7 @@ Sessions of Claude Code (`bench/data`) are sent request by request, each with th
 an agent sends them. Rare words of the recorded answer, its text and the arguments of its calls,
 that at most three earlier messages have come from one of these: names, paths, numbers. Such a word
 counts as present when all tokens of one place with it are in the cache. Nobody has chosen the words
-for a search to find them. The budget is 1/4, 1/8 or 1/16 of a session of 96,000 tokens; turns whose
+for a search to find them. The budget is 1/4, 1/8 or 1/16 of a session of about 80,000 tokens; turns whose
 prompt fits into the budget are left out. The engine runs in this process (`bench/engines.py`), and
 no model answers.
 

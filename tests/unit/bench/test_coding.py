@@ -1,0 +1,72 @@
+"""bench.coding: which words count, when they are present, and what misses its bars."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from bench import coding
+from bench.coding import Session
+
+CALL = {"function": {"name": "Read", "arguments": '{"file_path": "src/parse_queue.py"}'}}
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "Where is the limit of open_requests?"},
+    {"role": "assistant", "content": "I read it.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "MAX_WAITING = 4096\n" + "filler text\n" * 40},
+    {"role": "assistant", "content": "MAX_WAITING limits open_requests, not other_things: 4096."},
+]
+
+
+def test_words_of_an_answer_count_that_earlier_messages_have() -> None:
+    session = Session(MESSAGES)
+    assert session.answers == [2, 4]
+    assert list(session.repeated(4)) == ["MAX_WAITING", "open_requests", "4096"]
+    assert not session.repeated(2), "parse_queue was not there before"
+
+
+def test_a_word_is_present_when_all_tokens_of_a_place_are() -> None:
+    session = Session(MESSAGES)
+    whole = [(0, session.starts[4])]
+    assert session.present(4, whole) == [True, True, True]
+    assert session.present(4, [(0, session.starts[3])]) == [False, True, False]
+    _, first, last = session.repeated(4)["MAX_WAITING"][0]
+    assert session.present(4, [(first, last)])[0]
+    assert not session.present(4, [(first, last - 1)])[0]
+
+
+def test_a_fill_has_the_question_and_the_results_first() -> None:
+    session = Session([*MESSAGES, MESSAGES[0], MESSAGES[1], MESSAGES[2], MESSAGES[3]])
+    found = dict(session.fills(8, 10_000))
+    assert list(found) == ["newest", "bm25", "oracle"]
+    for resident in found.values():
+        assert sorted(resident)[0][0] == 0 and sum(b - a for a, b in resident) == session.starts[8]
+    small = dict(session.fills(8, 60))
+    assert all(sum(b - a for a, b in resident) <= 60 for resident in small.values())
+
+
+def row(arm: str, whole: bool, conversation: int) -> dict[str, Any]:
+    return {
+        "split": "tuning", "share": 4, "arm": arm, "conversation": str(conversation),
+        "question": 1, "words": 2, "present": 2 if whole else 1, "whole": whole,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("is_worse", [False, True])
+def test_less_than_without_the_ranking_misses_the_bars(is_worse: bool) -> None:
+    rows = [row("default", not is_worse, i) for i in range(9)]
+    rows += [row("no recall", True, i) for i in range(9)]
+    report = coding.report(argparse.Namespace(), rows)
+    assert bool(report.missed) is is_worse
+    assert {one["arm"]: one["whole"] for one in report.summary["cells"]}["no recall"] == 100.0
+
+
+def test_the_sessions_are_of_two_splits_and_end_with_an_answer() -> None:
+    found = coding.sessions()
+    assert {one["split"] for one in found} == {"tuning", "reporting"}
+    for one in found:
+        assert one["messages"][-1]["role"] == "assistant"
+        named = {call["id"] for m in one["messages"] for call in m.get("tool_calls", ())}
+        results = {m["tool_call_id"] for m in one["messages"] if m["role"] == "tool"}
+        assert results <= named
