@@ -1,12 +1,12 @@
 """Is what a coding agent repeats in its next message in the cache when the message begins?
 
 Sessions of Claude Code (`bench/data`) are sent request by request, each with the whole history, as
-an agent sends them. Rare words of the recorded answer, its text and the arguments of its calls,
-that at most three earlier messages have come from one of these: names, paths, numbers. Such a word
-counts as present when all tokens of one place with it are in the cache. Nobody has chosen the words
-for a search to find them. The budget is 1/4, 1/8 or 1/16 of a session of about 80,000 tokens; turns whose
-prompt fits into the budget are left out. The engine runs in this process (`bench/engines.py`), and
-no model answers.
+an agent sends them. Of the recorded answer, its text and the arguments of its calls, those words
+count that one to three earlier messages have, too: names, paths, numbers. Such a word is present
+when all tokens of one place with it are in the cache. Nobody has chosen the words for a search to
+find them. The budget is 1/4, 1/8 or 1/16 of a session of about 80,000 tokens; turns whose prompt
+fits into the budget are left out. The engine runs in this process (`bench/engines.py`), and no
+model answers.
 
 `words` is the share of all such words that are present, `whole` that of the turns with all of them.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
