@@ -71,7 +71,7 @@ _RANKED = 1.0
 _LIVE, _TASK, _FILES, _RULES, _SYSTEM, _ASKED = 3.0, 4.0, 4.25, 4.5, 4.75, 5.0
 # The share of the room beside what stays that the ranking may take in a conversation with results
 # of tools; the rest is for the blocks with the highest keep-scores.
-_AGENT_SHARE = 0.5
+_AGENT_SHARE = 0.35
 # At most this share of the budget is for a question that is not decoded again.
 _MAX_ASKED_SHARE = 0.5
 # An answer is expected to take at most the budget divided by this.
