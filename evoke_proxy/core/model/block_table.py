@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
-_TOOL = _CODE[Role.TOOL]
+_USER, _TOOL = _CODE[Role.USER], _CODE[Role.TOOL]
 # Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
 # More labels than this, added one after the other, are copied into a new dictionary.
@@ -261,8 +261,8 @@ class BlockTable(Sequence[Block]):
         """Index of the first block of the question: of the last message.
 
         When the last message is a tool result, the question begins with the first of the tool
-        results that directly precede it. A last message of reminders alone belongs to the message
-        before it. 0 without blocks.
+        results that directly precede it. Last messages of reminders alone belong to the message of
+        a tool or the user before them. 0 without blocks.
         """
         if self._question is None:
             self._question = self._found_question()
@@ -271,16 +271,17 @@ class BlockTable(Sequence[Block]):
     def _found_question(self) -> int:
         if not len(self):
             return 0
-        messages, roles = self.messages, self.roles
+        messages, roles, is_step = self.messages, self.roles, self.is_step
         first = int(messages.searchsorted(messages[self._last_own()]))
-        while first and self.is_step and roles[first - 1] == _TOOL:
+        while first and is_step and roles[first - 1] == _TOOL:
             first = int(messages.searchsorted(messages[first - 1]))
         return first
 
     def _last_own(self) -> int:
-        """Index of the last block that is no reminder; of the last one if all are reminders."""
-        own = (~self.reminders).nonzero()[0]
-        return int(own[-1]) if len(own) else len(self) - 1
+        """Index of the last block that the client has not added to what a tool or the user said."""
+        own = (~(self.reminders & (self.roles == _USER))).nonzero()[0]
+        is_said = len(own) > 0 and self.roles[own[-1]] in (_USER, _TOOL)
+        return int(own[-1]) if is_said else len(self) - 1
 
     @property
     def is_step(self) -> bool:

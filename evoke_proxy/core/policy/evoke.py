@@ -69,16 +69,16 @@ _RANKED = 1.0
 # the message that began the task, of the system prompt with tools, and of a question that is not
 # decoded again.
 _LIVE, _TASK, _FILES, _RULES, _SYSTEM, _ASKED = 3.0, 4.0, 4.25, 4.5, 4.75, 5.0
-# The share of the room beside what stays that the ranking may take in a conversation with results
-# of tools; the rest is for the blocks with the highest keep-scores.
-_AGENT_SHARE = 0.35
+# The share of the room beside what stays that the ranking may take in a step of an agent; the rest
+# is for the blocks with the highest keep-scores.
+_STEP_SHARE = 0.35
 # At most this share of the budget is for a question that is not decoded again.
 _MAX_ASKED_SHARE = 0.5
 # An answer is expected to take at most the budget divided by this.
 _MAX_ANSWER_DIVISOR = 2
 # Added to the scores of the tail: to blocks to keep, and to blocks that ask the question.
 _KEPT, _ASKS = 9.0, 18.0
-_USER, _TOOL = ROLES.index(Role.USER), ROLES.index(Role.TOOL)
+_USER = ROLES.index(Role.USER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,9 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             live = live_blocks(view, standing, rules)
             stays = rules | task | live
             left = room - int(view.blocks.lengths[stays].sum()) - config.sink_tokens
-        units = Units.of(view.blocks, _max_unit_tokens(left, query))
+        # An agent works on what it has just read and done, which the words of a step do not find.
+        share = _STEP_SHARE if view.blocks.is_step else 1.0
+        units = Units.of(view.blocks, _max_unit_tokens(left, query, share))
         view.index.expect_vectors(query, view.task.focus)
         keep = keep_scores(view, config.sink_tokens, parameters.weights)
         order = np.zeros(0, np.int64)
@@ -133,9 +135,7 @@ def evoke_choice(parameters: EvokeParameters = EvokeParameters()) -> Choose:
             for kept, score in ((task, _TASK), (files, _FILES), (rules, _RULES)):
                 scores[kept] = score
             scores[rules & system_blocks(view.blocks)] = _SYSTEM
-        # An agent works on what it has just read and done, which the words of a step do not find.
-        is_agent = bool((view.blocks.roles == _TOOL).any())
-        worth, share = (keep, _AGENT_SHARE) if is_agent else (scores, 1.0)
+        worth = keep if view.blocks.is_step else scores
         selection = SelectionOrder(units, order, margin, worth, share)
         asked = asked_blocks(view, int(_MAX_ASKED_SHARE * (config.budget or 0)))
 
@@ -191,7 +191,7 @@ def _answer_tokens(view: PolicyView, query: Query, room: int) -> int:
 
     A question of the user that refers to earlier turns needs the answer of any length.
     """
-    if (view.blocks.roles[-1:] != _USER).any():
+    if view.blocks.is_step or (view.blocks.roles[-1:] != _USER).any():
         return 0
     return room if query.n_context else int(_ANSWER_SHARE * room)
 
@@ -229,14 +229,15 @@ def _room_beside_tail(view: PolicyView, config: PolicyConfig, room: int) -> int 
     return min(room, budget - n_asked - free_tokens(n_before, budget, config.block_tokens))
 
 
-def _max_unit_tokens(capacity: int | None, query: Query) -> int:
+def _max_unit_tokens(capacity: int | None, query: Query, share: float) -> int:
     """Return the length, in tokens, of the longest message that is ranked as a whole.
 
-    With many questions each has a share of the capacity, and one message may take most of a share.
+    The ranking has this share of the capacity. With many questions each has a share of that, and
+    one message may take most of a share.
     """
     if capacity is None:
         return _MAX_UNIT_TOKENS
-    share = _MAX_UNIT_SHARE * min(1.0, _FEW_QUESTIONS / max(1, query.n_own + query.n_earlier))
+    share *= _MAX_UNIT_SHARE * min(1.0, _FEW_QUESTIONS / max(1, query.n_own + query.n_earlier))
     return min(_MAX_UNIT_TOKENS, int(share * max(0, capacity)))
 
 

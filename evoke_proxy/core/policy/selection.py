@@ -102,7 +102,9 @@ def blocks_to_keep(
     if selection.share == 1.0:
         return taken
     room -= int(lengths[ranked].sum())
-    return taken | best_fit(~taken, selection.worth, view.blocks, room)
+    others = ~taken
+    others[view.blocks.question_start :] = False
+    return taken | best_fit(others, selection.worth, view.blocks, room)
 
 
 def _first_fit(selection: SelectionOrder, lengths: Positions, wanted: Mask, room: int) -> Mask:

@@ -15,7 +15,12 @@ from typing import Any
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
-from evoke_proxy.core.request.client_text import both_ends, searched_text
+from evoke_proxy.core.request.client_text import (
+    asked_text,
+    both_ends,
+    has_only_reminders,
+    searched_text,
+)
 from evoke_proxy.core.request.converters import MESSAGE_FIELDS
 from evoke_proxy.core.request.messages import Message, ToolCall
 from evoke_proxy.core.request.options import (
@@ -131,11 +136,12 @@ class ChatRequest:
     def query(self) -> str:
         """Text that retrieval searches for.
 
-        It consists of the user and tool text after the last answer, and of the arguments of that
-        answer's tool calls, because these name the requested file by its path.
+        It consists of what the user and tools have said after the last answer, and of the arguments
+        of that answer's tool calls, because these name the requested file by its path.
         """
         after, answer = self._latest
-        return "\n".join([*_all_arguments(answer), *(message.text for message in after)])
+        texts = (_asked_or_found(message) for message in after)
+        return "\n".join([*_all_arguments(answer), *texts])
 
     @property
     def step(self) -> str:
@@ -240,6 +246,13 @@ def _n_answers(body: Mapping[str, Any]) -> int:
 
 def _is_batch(prompt: list[Any]) -> bool:
     return len(prompt) > 1 and all(isinstance(item, str | list | dict) for item in prompt)
+
+
+def _asked_or_found(message: Message) -> str:
+    """What a message of the user or of a tool is searched for; "" for reminders of a client."""
+    if message.role is not Role.USER:
+        return message.text
+    return "" if has_only_reminders(message.text) else asked_text(message.text)
 
 
 def _all_arguments(answer: Message | None) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.client_text import asked_text, both_ends, has_only_additions
+from evoke_proxy.core.request.client_text import asked_text, both_ends, has_only_reminders
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 from evoke_proxy.core.retrieval.languages import (
@@ -168,7 +168,10 @@ class Query:
         """
         if len(self.text) <= 2 * chars:
             return self
-        narrow = Query.of(both_ends(self.text, chars))
+        text = both_ends(self.text, chars)
+        if self.clauses == (self.text,):
+            return replace(Query.undivided(text), vectors=self.vectors)
+        narrow = Query.of(text)
         vectors = dict(zip(self.clauses, self.vectors, strict=False))
         return narrow.embedded(
             [vectors.get(clause) for clause in narrow.clauses] if vectors else ()
@@ -201,8 +204,10 @@ def query_of(request: ChatRequest) -> Query:
     last = messages[-len(run) - 1] if len(run) < len(messages) else None
     has_tools = last is not None and last.role is Role.TOOL
     n_before = len(messages) - len(run)
-    if has_tools:  # a client may add something to the results
-        run = [message for message in run if not has_only_additions(message.text)]
+    # A client may add reminders to results of tools, and to questions.
+    own = [message for message in run if not has_only_reminders(message.text)]
+    if own or has_tools:
+        run = own
     if run:
         asked, stated = _asked_and_stated(asked_text(run[0].text))
         texts = [asked_text(message.text) for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
@@ -213,6 +218,9 @@ def query_of(request: ChatRequest) -> Query:
             context += [each for each in texts if not _asks(each)]
             context += _turns_before(messages[:n_before])
         query = Query.of(text, context, earlier)
+    elif not has_tools:
+        asked = next(_user_texts(messages), "")
+        query = Query.of(request.query, [asked] if asked else [])
     else:
         asked = both_ends(next(_user_texts(messages), ""), _ASKED_CHARS)
         query = Query.undivided("\n".join(filter(None, [asked, request.step])))
@@ -373,5 +381,5 @@ def _joined_names(sentence: str) -> list[str]:
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
     for message in islice(reversed(messages), _MAX_SEARCHED):
-        if message.role is Role.USER and not has_only_additions(message.text):
+        if message.role is Role.USER and not has_only_reminders(message.text):
             yield asked_text(message.text)

@@ -827,4 +827,5 @@ def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
         return None
     blocks = layout.blocks
     is_first = (blocks.turns == inputs.number) & (blocks.roles == ROLES.index(Role.USER))
+    is_first &= ~blocks.reminders
     return int(blocks.starts[is_first][0]) if is_first.any() else layout.generation

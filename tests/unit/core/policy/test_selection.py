@@ -56,7 +56,7 @@ def test_new_blocks_are_kept_by_the_same_rule() -> None:
     mask = blocks_to_keep(selection, view, np.zeros(6), 64 * 2)
     assert np.flatnonzero(mask).tolist() == [3]
     halved = replace(selection, share=0.5)
-    assert np.flatnonzero(blocks_to_keep(halved, view, np.zeros(6), 64 * 2)).tolist() == [3, 5]
+    assert np.flatnonzero(blocks_to_keep(halved, view, np.zeros(6), 64 * 2)).tolist() == [3, 4]
 
 
 def test_the_ranking_chooses_in_its_share_of_the_room_and_worth_in_the_rest() -> None:

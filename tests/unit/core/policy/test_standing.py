@@ -140,7 +140,17 @@ def test_reminders_after_results_of_tools_neither_ask_nor_begin_a_task() -> None
     assert np.flatnonzero(running_task(reminded.blocks)).tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert not view.blocks.is_step and view.blocks.question_start == 11
     alone = BlockTable(replace(block, is_reminder=True) for block in view.blocks)
-    assert alone.question_start == 11
+    assert alone.question_start == 9, "a result of a tool may have nothing else"
+
+
+def test_a_reminder_after_an_answer_or_a_system_prompt_is_the_question() -> None:
+    for role in (Role.ASSISTANT, Role.SYSTEM):
+        blocks = list(view_of(FILLER[:4], {2: role}).blocks)
+        table = BlockTable([*blocks[:3], replace(blocks[3], is_reminder=True)])
+        assert table.question_start == 3 and not table.is_step
+    asked = view_of(FILLER[:4], {}).blocks
+    reminded = BlockTable(replace(block, is_reminder=i == 3) for i, block in enumerate(asked))
+    assert reminded.question_start == 2 and not reminded.is_step
 
 
 _TASK = {0: Role.SYSTEM, 3: Role.ASSISTANT, 4: Role.TOOL, 5: Role.ASSISTANT, 6: Role.TOOL}

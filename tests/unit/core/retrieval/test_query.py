@@ -154,8 +154,27 @@ def test_what_a_client_adds_after_results_of_tools_asks_nothing() -> None:
     assert request(ASKED, ("assistant", "I read it."), RESULT, REMINDER).text == step.text
     again = request(ASKED, ("assistant", "Yes."), REMINDER, ("assistant", "I read it."), RESULT)
     assert again.text == step.text, "the user asked before the reminder"
-    own = ("user", f"{REMINDER[1]}\nWhat is the code of the Rome vault?")
-    assert "Rome" in request(ASKED, ("assistant", "I read it."), RESULT, own).clauses[-1]
+    own = ("user", "What is the code of the Rome vault?")
+    for last in ([("user", f"{REMINDER[1]}\n{own[1]}")], [own, REMINDER]):
+        asked = request(ASKED, ("assistant", "I read it."), RESULT, *last)
+        assert "Rome" in asked.clauses[-1] and "to-do" not in asked.text
+
+
+def test_a_reminder_after_a_question_asks_nothing() -> None:
+    assert request(ASKED, REMINDER).clauses == request(ASKED).clauses
+
+
+def test_a_system_message_at_the_end_is_no_step_of_an_agent() -> None:
+    asked = ("user", "Where did Ann bury the key, and who owns the boat?")
+    query = request(asked, ("assistant", "Yes."), asked, ("system", "Be brief."))
+    assert "who owns the boat?" in query.clauses and "Yes." not in query.text
+
+
+def test_a_step_stays_one_clause_with_its_vector_when_it_is_narrowed() -> None:
+    step = request(ASKED, ("assistant", "I read it. Then Rome. " * 60), RESULT)
+    narrow = step.embedded([np.ones(2, np.float32)]).narrowed(100)
+    assert len(narrow.text) < len(step.text) and narrow.clauses == (narrow.text,)
+    assert len(narrow.vectors) == 1 and narrow.vectors[0] is not None
 
 
 def test_a_topic_requires_a_vector_for_each_clause() -> None:
