@@ -78,8 +78,8 @@ class Session:
         self.messages = [_SYSTEM, *messages]
         self.texts = [printed(message)["content"] for message in self.messages]
         self.answers = [i for i, one in enumerate(self.messages) if one["role"] == "assistant"]
-        # Of each word the places where it is: the message, the first token, the one after the last.
-        self._places = defaultdict[str, list[tuple[int, int, int]]](list)
+        # Of each word where it is: the message, the first token, the one after the last.
+        self._occurrences = defaultdict[str, list[tuple[int, int, int]]](list)
         self.starts = [0]
         for at, (message, text) in enumerate(zip(self.messages, self.texts, strict=True)):
             head = f"<|im_start|>{message['role']}\n"
@@ -88,19 +88,19 @@ class Session:
             for word in _WORD.finditer(text):
                 first = int(ends.searchsorted(word.start(), "right")) + self.starts[-1]
                 last = int(ends.searchsorted(word.end(), "left")) + self.starts[-1]
-                self._places[word[0]].append((at, first, last + 1))
+                self._occurrences[word[0]].append((at, first, last + 1))
             self.starts.append(self.starts[-1] + len(encoded.ids))
 
     def repeated(self, answer: int) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the rare words of an answer that earlier messages have, with their places there.
+        """Return the rare words of an answer that earlier messages have, with where they are there.
 
         Of a longer answer the first 6,000 characters are read.
         """
         found = {}
         for word in dict.fromkeys(_WORD.findall(self.texts[answer][:_ANSWER_CHARS])):
-            places = [place for place in self._places[word] if place[0] < answer]
-            if 0 < len({at for at, _, _ in places}) <= _RARE:
-                found[word] = places
+            occurrences = [place for place in self._occurrences[word] if place[0] < answer]
+            if 0 < len({at for at, _, _ in occurrences}) <= _RARE:
+                found[word] = occurrences
         return found
 
     def present(self, answer: int, resident: Ranges) -> list[bool]:
@@ -108,8 +108,8 @@ class Session:
         rows = np.zeros(self.starts[-1] + 1, np.bool_)
         for start, end in resident:
             rows[start:end] = True
-        places = self.repeated(answer).values()
-        return [any(rows[a:b].all() for _, a, b in each) for each in places]
+        words = self.repeated(answer).values()
+        return [any(rows[a:b].all() for _, a, b in each) for each in words]
 
     def fills(self, answer: int, budget: int) -> Iterator[tuple[str, Ranges]]:
         """Yield what each fill has when an answer begins."""
@@ -127,8 +127,8 @@ class Session:
         results = [text[:_RESULT_CHARS] for text in self.texts[said + 1 : answer]]
         own = self.texts[said][-_ASKED_CHARS:], self.texts[asked][:_ASKED_CHARS]
         ranked = bm25(self.texts[:answer], "\n".join([*own, *results]))
-        has = Counter(at for places in self.repeated(answer).values()
-                      for at in {place[0] for place in places})  # fmt: skip
+        has = Counter(at for each in self.repeated(answer).values()
+                      for at in {place[0] for place in each})  # fmt: skip
         needed = sorted(newest, key=lambda i: -has[i] / sizes[i])
         yield "newest", [*first, *self._newest(newest, room)]
         for arm, order in ("bm25", [i for i in ranked if i in sizes]), ("oracle", needed):
