@@ -11,9 +11,8 @@ model answers.
 `words` is the share of all such words that are present, `whole` that of the turns with all of them.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
 beside the system prompt, the last message of the user, the last answer and what follows it:
-`newest`, whose last message is cut where the budget ends; `bm25`, by the last message of the user,
-the last answer, and the beginning of each result; `oracle`, by how many of the words a message has
-for its length. Each answer is decoded as text, as one that another server has generated. Sessions
+`newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
+result; `oracle`, by how many of the words a message has for its length. Each answer is decoded as text, as one that another server has generated. Sessions
 are for tuning or for reporting, see the data. None of them has reminders of the client.
 
 *Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
@@ -130,16 +129,10 @@ class Session:
         has = Counter(at for each in self.repeated(answer).values()
                       for at in {place[0] for place in each})  # fmt: skip
         needed = sorted(newest, key=lambda i: -has[i] / sizes[i])
-        yield "newest", [*first, *self._newest(newest, room)]
-        for arm, order in ("bm25", [i for i in ranked if i in sizes]), ("oracle", needed):
+        orders = newest, [i for i in ranked if i in sizes], needed
+        for arm, order in zip(FILLS, orders, strict=True):
             taken = fill(order, sizes, room)
             yield arm, [*first, *((self.starts[i], self.starts[i + 1]) for i in taken)]
-
-    def _newest(self, messages: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
-        for i in messages:
-            start, end = max(self.starts[i], self.starts[i + 1] - room), self.starts[i + 1]
-            room -= end - start
-            yield start, end
 
 
 @cache
