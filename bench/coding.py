@@ -12,8 +12,9 @@ model answers.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
 beside the system prompt, the last message of the user, the last answer and what follows it:
 `newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
-result; `oracle`, by how many of the words a message has for its length. Each answer is decoded as text, as one that another server has generated. Sessions
-are for tuning or for reporting, see the data. None of them has reminders of the client.
+result; `oracle`, by how many of the words a message has for its length. Each answer is decoded as
+text, as one that another server has generated. Sessions are for tuning or for reporting, see the
+data. None of them has reminders of the client.
 
 *Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
 *Fails* when, of a split and share, the lower 95 % bound of the paired difference in whole turns to
