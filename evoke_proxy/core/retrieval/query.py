@@ -36,6 +36,8 @@ _ANSWER_CHARS = 256
 # Several messages of the user in a row are several questions. Besides the last one, at most this
 # many before it are read.
 _MAX_EARLIER_QUESTIONS = 4
+# After so many messages with nothing but reminders no other one is looked for.
+_MAX_REMINDERS = 64
 # Messages that are searched for those of the user: tool results may be any number.
 _MAX_SEARCHED = 4096
 
@@ -205,9 +207,11 @@ def query_of(request: ChatRequest) -> Query:
     has_tools = last is not None and last.role is Role.TOOL
     n_before = len(messages) - len(run)
     # A client may add reminders to results of tools, and to questions.
-    own = [message for message in run if not has_only_reminders(message.text)]
-    if own or has_tools:
-        run = own
+    latest = islice(run, _MAX_REMINDERS)
+    own = (message for message in latest if not has_only_reminders(message.text))
+    questions = list(islice(own, 1 + _MAX_EARLIER_QUESTIONS))
+    if questions or has_tools:
+        run = questions
     if run:
         asked, stated = _asked_and_stated(asked_text(run[0].text))
         texts = [asked_text(message.text) for message in run[1 : 1 + _MAX_EARLIER_QUESTIONS]]
