@@ -12,9 +12,10 @@ model answers.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
 beside the system prompt, the last message of the user, the last answer and what follows it:
 `newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
-result; `oracle`, by how many of the words a message has for its length. Each answer is decoded as
-text, as one that another server has generated. Sessions are for tuning or for reporting, see the
-data. None of them has reminders of the client.
+result; `oracle`, by how many of the words a message has for its length. `random` has blocks of 64
+tokens beside these instead. Each answer is decoded as text, as one that another server has
+generated. Sessions are for tuning or for reporting, see the data. None of them has reminders of the
+client.
 
 *Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
 *Fails* when, of a split and share, the lower 95 % bound of the paired difference in whole turns to
@@ -39,13 +40,13 @@ import numpy as np
 from bench import record
 from bench.driver import Bench, Report, Row, listed, numbers, option
 from bench.engines import DEFAULT, SETTINGS, InProcess, Ranges
-from bench.fills import bm25, fill
+from bench.fills import bm25, fill, random_blocks
 from bench.presence import LEAST_POINTS
 from bench.stats import paired_difference, percent
 from bench.vocabulary import Renderer, qwen2
 
 SESSIONS = Path(__file__).parent / "data" / "coding_sessions.json.gz"
-FILLS = ("newest", "bm25", "oracle")
+FILLS = ("newest", "random", "bm25", "oracle")
 _RARE, _ANSWER_CHARS, _RESULT_CHARS, _ASKED_CHARS = 3, 6000, 700, 1500
 _WORD = re.compile(r"[A-Za-z_]\w{4,}|\d{3,}")
 _SYSTEM = {"role": "system", "content": "You are a coding agent. Read a file before you edit it."}
@@ -130,8 +131,10 @@ class Session:
         has = Counter(at for each in self.repeated(answer).values()
                       for at in {place[0] for place in each})  # fmt: skip
         needed = sorted(newest, key=lambda i: -has[i] / sizes[i])
-        orders = newest, [i for i in ranked if i in sizes], needed
-        for arm, order in zip(FILLS, orders, strict=True):
+        drawn = random_blocks(self.starts[answer], room, f"{answer} {budget}")
+        yield "random", [*first, *drawn]
+        orders = {"newest": newest, "bm25": [i for i in ranked if i in sizes], "oracle": needed}
+        for arm, order in orders.items():
             taken = fill(order, sizes, room)
             yield arm, [*first, *((self.starts[i], self.starts[i + 1]) for i in taken)]
 
@@ -189,7 +192,7 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
         for arm in of if DEFAULT.arm in of else ():
             if arm != DEFAULT.arm:
                 of[arm]["default minus"] = paired_difference(cell, DEFAULT.arm, arm)
-        fills = [arm for arm in ("newest", "bm25") if arm in of]
+        fills = [arm for arm in FILLS[:-1] if arm in of]
         best = [max(fills, key=lambda arm: of[arm]["whole"])] if fills else []
         for arm in [*best, *(arm for arm in ("no recall",) if arm in of)]:
             low = of[arm].get("default minus", {"low": 0.0})["low"]

@@ -112,7 +112,7 @@ class ConnectionLimit:
         return True
 
     def _slow_own(self, peer: str) -> ClientConnection | None:
-        """The connection of an address with the slowest body, looked for now and then.
+        """The connection of an address with the slowest body; None between two searches for it.
 
         An address that is refused thousands of connections per second would otherwise take half of
         the time.

@@ -405,6 +405,7 @@ def test_blocks_are_embedded_though_questions_never_end(monkeypatch: pytest.Monk
             (key,) = rig.submit("block", tenant="alice")
             rig.encoder.may_ask.set()
             await rig.until(lambda: rig.embedding.vector(key) is not None)
+            assert not any(asker.done() for asker in askers), "questions still come"
             for asker in askers:
                 asker.cancel()
 
