@@ -9,6 +9,8 @@ fits into the budget are left out. The engine runs in this process (`bench/engin
 model answers.
 
 `words` is the share of all such words that are present, `whole` that of the turns with all of them.
+`runs` is the share of the runs of six words that one to three earlier messages have, too: text that
+is copied, whether its words are rare or not. A policy that keeps rare words loses there.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
 beside the system prompt, the last message of the user, the last answer and what follows it:
 `newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
@@ -48,7 +50,8 @@ from bench.vocabulary import Renderer, qwen2
 SESSIONS = Path(__file__).parent / "data" / "coding_sessions.json.gz"
 FILLS = ("newest", "random", "bm25", "oracle")
 _RARE, _ANSWER_CHARS, _RESULT_CHARS, _ASKED_CHARS = 3, 6000, 700, 1500
-_WORD = re.compile(r"[A-Za-z_]\w{4,}|\d{3,}")
+_WORD, _ANY_WORD = re.compile(r"[A-Za-z_]\w{4,}|\d{3,}"), re.compile(r"\w+")
+_RUN = 6
 _SYSTEM = {"role": "system", "content": "You are a coding agent. Read a file before you edit it."}
 Json = Mapping[str, Any]
 
@@ -65,6 +68,13 @@ class _Renderer(Renderer):
         return super().__call__([printed(message) for message in messages])
 
 
+def runs(text: str) -> dict[tuple[int, int], str]:
+    """Return the runs of six words of a text, by their first and last character."""
+    words = list(_ANY_WORD.finditer(text))
+    each = zip(*(words[i:] for i in range(_RUN)), strict=False)
+    return {(run[0].start(), run[-1].end()): " ".join(word[0] for word in run) for run in each}
+
+
 class Session:
     """A recorded session, and where its words are.
 
@@ -79,38 +89,39 @@ class Session:
         self.messages = [_SYSTEM, *messages]
         self.texts = [printed(message)["content"] for message in self.messages]
         self.answers = [i for i, one in enumerate(self.messages) if one["role"] == "assistant"]
-        # Of each word where it is: the message, the first token, the one after the last.
+        # Of each word and run where it is: the message, the first token, the one after the last.
         self._occurrences = defaultdict[str, list[tuple[int, int, int]]](list)
         self.starts = [0]
         for at, (message, text) in enumerate(zip(self.messages, self.texts, strict=True)):
             head = f"<|im_start|>{message['role']}\n"
             encoded = qwen2().encode(f"{head}{text}<|im_end|>\n")
             ends = np.array([end for _, end in encoded.offsets]) - len(head)
-            for word in _WORD.finditer(text):
-                first = int(ends.searchsorted(word.start(), "right")) + self.starts[-1]
-                last = int(ends.searchsorted(word.end(), "left")) + self.starts[-1]
-                self._occurrences[word[0]].append((at, first, last + 1))
+            found = {word.span(): word[0] for word in _WORD.finditer(text)} | runs(text)
+            firsts = ends.searchsorted([start for start, _ in found], "right") + self.starts[-1]
+            lasts = ends.searchsorted([end for _, end in found], "left") + self.starts[-1]
+            for key, first, last in zip(found.values(), firsts, lasts, strict=True):
+                self._occurrences[key].append((at, int(first), int(last) + 1))
             self.starts.append(self.starts[-1] + len(encoded.ids))
 
-    def repeated(self, answer: int) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the rare words of an answer that earlier messages have, with where they are there.
+    def repeated(self, answer: int, of_runs: bool = False) -> dict[str, list[tuple[int, int, int]]]:
+        """Return the rare words, or runs, of an answer that earlier messages have, and where.
 
         Of a longer answer the first 6,000 characters are read.
         """
-        found = {}
-        for word in dict.fromkeys(_WORD.findall(self.texts[answer][:_ANSWER_CHARS])):
-            occurrences = [place for place in self._occurrences[word] if place[0] < answer]
+        found, text = {}, self.texts[answer][:_ANSWER_CHARS]
+        for key in dict.fromkeys(runs(text).values() if of_runs else _WORD.findall(text)):
+            occurrences = [place for place in self._occurrences[key] if place[0] < answer]
             if 0 < len({at for at, _, _ in occurrences}) <= _RARE:
-                found[word] = occurrences
+                found[key] = occurrences
         return found
 
-    def present(self, answer: int, resident: Ranges) -> list[bool]:
-        """Return of each repeated word of an answer whether a place with it is resident."""
+    def present(self, answer: int, resident: Ranges, of_runs: bool = False) -> list[bool]:
+        """Return of each repeated word, or run, of an answer whether a place of it is resident."""
         rows = np.zeros(self.starts[-1] + 1, np.bool_)
         for start, end in resident:
             rows[start:end] = True
-        words = self.repeated(answer).values()
-        return [any(rows[a:b].all() for _, a, b in each) for each in words]
+        found = self.repeated(answer, of_runs).values()
+        return [any(rows[a:b].all() for _, a, b in each) for each in found]
 
     def fills(self, answer: int, budget: int) -> Iterator[tuple[str, Ranges]]:
         """Yield what each fill has when an answer begins."""
@@ -166,11 +177,13 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             for at in turns:
                 found |= {(arm, at): rows for arm, rows in session.fills(at, budget) if arm in arms}
                 for arm in arms:
+                    copied = session.present(at, found[arm, at], of_runs=True)
                     if present := session.present(at, found[arm, at]):
                         yield {
                             "split": each["split"], "conversation": each["id"], "share": share,
                             "question": at, "arm": arm, "words": len(present),
                             "present": sum(present), "whole": all(present),
+                            "runs": len(copied), "copied": sum(copied),
                         }  # fmt: skip
         print(each["id"], len(session.answers), session.starts[-1], file=sys.stderr, flush=True)
 
@@ -183,11 +196,12 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
         of = dict[str, dict[str, Any]]()
         for arm in dict.fromkeys(row["arm"] for row in cell):
             mine = [row for row in cell if row["arm"] == arm]
-            words = sum(row["words"] for row in mine)
+            words, n_runs = (sum(row[key] for row in mine) for key in ("words", "runs"))
             of[arm] = {
                 "split": split, "share": share, "arm": arm, "turns": len(mine), "n_words": words,
                 "words": round(100 * sum(row["present"] for row in mine) / words, 1),
-                "whole": percent(row["whole"] for row in mine),
+                "whole": percent(row["whole"] for row in mine), "n_runs": n_runs,
+                "runs": round(100 * sum(row["copied"] for row in mine) / max(1, n_runs), 1),
             }  # fmt: skip
         for arm in of if DEFAULT.arm in of else ():
             if arm != DEFAULT.arm:
@@ -201,7 +215,7 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
             if DEFAULT.arm in of and of[DEFAULT.arm]["words"] < of[arm]["words"]:
                 missed.append(f"{split} 1/{share}: words against {arm}")
         table += of.values()
-    columns = ("split", "share", "arm", "turns", "n_words", "words", "whole")
+    columns = ("split", "share", "arm", "turns", "n_words", "words", "whole", "n_runs", "runs")
     return Report({"cells": table}, missed, rows=table, said=record.table(table, columns))
 
 

@@ -36,6 +36,16 @@ def test_a_word_is_present_when_all_tokens_of_a_place_are() -> None:
     assert not session.present(4, [(first, last - 1)])[0]
 
 
+def test_runs_of_six_words_count_that_earlier_messages_have() -> None:
+    copied = {"role": "assistant", "content": "Where, is the 'limit' of open_requests? Is it?"}
+    session = Session([*MESSAGES, copied])
+    run = "Where is the limit of open_requests"
+    assert list(session.repeated(5, of_runs=True)) == [run]
+    assert session.present(5, [(0, session.starts[2])], of_runs=True) == [True]
+    assert session.present(5, [(0, session.starts[2] - 4)], of_runs=True) == [False]
+    assert not coding.runs("five words are too few")
+
+
 def test_a_fill_has_the_question_and_the_results_first() -> None:
     session = Session([*MESSAGES, MESSAGES[0], MESSAGES[1], MESSAGES[2], MESSAGES[3]])
     found = dict(session.fills(8, 10_000))
@@ -52,6 +62,7 @@ def row(arm: str, whole: bool, conversation: int) -> dict[str, Any]:
     return {
         "split": "tuning", "share": 4, "arm": arm, "conversation": str(conversation),
         "question": 1, "words": 2, "present": 2 if whole else 1, "whole": whole,
+        "runs": 0, "copied": 0,
     }  # fmt: skip
 
 
