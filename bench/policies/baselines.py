@@ -227,5 +227,5 @@ for _margin in (0.0, 0.2, 0.5):
     register(evoke_policy(f"evoke_margin_{_margin:g}", EvokeParameters(margin=_margin)))
 # The keep-score by the task's focus alone, or by no signal, without the query.
 for _name, _focus in (("evoke_focus", 0.4), ("evoke_no_signal", 0.0)):
-    _weights = KeepWeights(recency=0.0, focus=_focus)
+    _weights = KeepWeights(recency=0.0, focus=_focus, rarity=0.0)
     register(evoke_policy(_name, EvokeParameters(weights=_weights, relevance=0.0, margin=0.0)))

@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
-_USER, _TOOL = _CODE[Role.USER], _CODE[Role.TOOL]
+_USER, _ASSISTANT, _TOOL = _CODE[Role.USER], _CODE[Role.ASSISTANT], _CODE[Role.TOOL]
 # Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
 # More labels than this, added one after the other, are copied into a new dictionary.
@@ -287,6 +287,14 @@ class BlockTable(Sequence[Block]):
     def is_step(self) -> bool:
         """Whether the prompt ends with results of tools, so that an agent takes its next step."""
         return len(self) > 0 and bool(self.roles[self._last_own()] == _TOOL)
+
+    @property
+    def calls_tools(self) -> Mask:
+        """Which blocks belong to a message of the assistant that results of tools follow [n]."""
+        roles, ends = self.roles, self.messages.searchsorted(self.messages, "right")
+        following = np.append(roles, -1)[ends]
+        calls: Mask = (roles == _ASSISTANT) & (following == _TOOL)
+        return calls
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

@@ -35,6 +35,9 @@ _MAX_EXPANDED_SHARE = 0.05
 _MAX_INFORMATIVE_SHARE = 0.5
 _MIN_DOCUMENTS = 64
 
+# A term is rare while at most this many documents contain it.
+_RARE_DOCUMENTS = 3
+
 # Of a term: numbers of the documents that contain it, its count in each, the number of its stem.
 _Postings = tuple["array[int]", "array[float]", int]
 
@@ -167,6 +170,8 @@ class InvertedIndex:
 
     def __init__(self) -> None:
         self._lengths = array("d")
+        # By document: how many of its terms are rare.
+        self._n_rare = array("q")
         self._postings: dict[str, _Postings] = {}
         self._fuzzy_terms = FuzzyTerms()
         # Stems are numbered from 0 in the order they are added; the terms with each stem.
@@ -193,6 +198,7 @@ class InvertedIndex:
         """Add a document with these counts of its terms, and return its number."""
         number = len(self._lengths)
         self._lengths.append(float(counts.total()))
+        self._n_rare.append(0)
         stems = set[int]()
         for term, count in counts.items():
             postings = self._postings.get(term)
@@ -200,9 +206,18 @@ class InvertedIndex:
                 postings = self._add_term(term)
             postings[0].append(number)
             postings[1].append(count)
+            self._count_rare(postings[0])
             stems.add(postings[2])
         self._content_stems.append(array("q", stems - self._function_stems))
         return number
+
+    def _count_rare(self, documents: array[int]) -> None:
+        """Count a term for the last of its documents, or no more once it is not rare."""
+        if len(documents) <= _RARE_DOCUMENTS:
+            self._n_rare[documents[-1]] += 1
+        elif len(documents) == _RARE_DOCUMENTS + 1:
+            for document in documents[:-1]:
+                self._n_rare[document] -= 1
 
     def _add_term(self, term: str) -> _Postings:
         """Add a term that no document has yet, also to the forms of its stem."""
@@ -218,6 +233,14 @@ class InvertedIndex:
         self._terms_of_stem[number].append(term)
         self._documents_of_stem[number].append(postings[0])
         return postings
+
+    @property
+    def n_rare(self) -> Positions:
+        """How many terms of each document are rare: at most 3 documents, active or not, have them.
+
+        A new array [n] by document number.
+        """
+        return _copied(self._n_rare, np.int64) if self._n_rare else np.zeros(0, np.int64)
 
     def set_active(self, documents: Positions) -> None:
         """Restrict searches and statistics to these documents."""

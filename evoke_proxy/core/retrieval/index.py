@@ -68,6 +68,8 @@ _MAX_NEIGHBOURED = 32
 # A term that more than this share of the blocks contain does not show which sentence of a block
 # matches the query.
 _MAX_LOCATING_SHARE = 0.25
+# A block with this many rare terms has as many as most blocks of code.
+_MANY_RARE = 12
 # Units whose names and stems are kept; a ranking reads about 20.
 _MAX_GROUPS = 1024
 # Maximum number of texts that are searched for phrases; the clauses of a query share it.
@@ -341,6 +343,16 @@ class Index:
         cosines = self._of_blocks(cosines)
         similarity: FloatArray = (np.where(np.isnan(cosines), 0.0, cosines) + 1) / 2
         return similarity
+
+    def rarity(self, blocks: BlockTable) -> FloatArray:
+        """Return how many rare terms each block [n] has, as a share of 12, at most 1.
+
+        A term is rare while at most 3 blocks have it, those counted that were removed since the
+        index was last compacted.
+        """
+        self.update(blocks)
+        rarity: FloatArray = np.minimum(1.0, self._of_blocks(self._inverted.n_rare / _MANY_RARE))
+        return rarity
 
     def prepare(self, texts: PreparedTexts) -> None:
         """Use what was prepared of texts when blocks with these texts are added.

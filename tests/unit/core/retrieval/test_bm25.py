@@ -121,6 +121,17 @@ def test_statistics_and_results_are_those_of_the_active_documents() -> None:
     assert [list(one) for one in index.documents_with(number)] == [[0, 2]]
 
 
+def test_a_term_is_rare_while_at_most_three_documents_have_it() -> None:
+    index = index_of("port key", "port", "port other")
+    assert index.n_rare.tolist() == [2, 1, 2]
+    index.add(Counter(terms_of("port port 17")))
+    assert index.n_rare.tolist() == [1, 0, 1, 1]
+    index.add(Counter(terms_of("port")))
+    index.set_active(np.array([0]))
+    assert index.n_rare.tolist() == [1, 0, 1, 1, 0], "also of documents that are not active"
+    assert InvertedIndex().n_rare.tolist() == []
+
+
 def test_stems_without_a_document_have_no_number_and_function_words_are_no_content() -> None:
     index = index_of(*TEXTS)
     assert index.stem_number(stem("vaults")) is not None and index.stem_number("absent") is None
