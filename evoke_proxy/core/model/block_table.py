@@ -291,10 +291,14 @@ class BlockTable(Sequence[Block]):
     @property
     def calls_tools(self) -> Mask:
         """Which blocks belong to a message of the assistant that results of tools follow [n]."""
-        roles, ends = self.roles, self.messages.searchsorted(self.messages, "right")
-        following = np.append(roles, -1)[ends]
-        calls: Mask = (roles == _ASSISTANT) & (following == _TOOL)
-        return calls
+        if not (self.roles == _TOOL).any():
+            return np.zeros(len(self), np.bool_)
+        begins = np.ones(len(self), np.bool_)
+        begins[1:] = self.messages[1:] != self.messages[:-1]
+        starts = begins.nonzero()[0]
+        roles = self.roles[starts]
+        calls = (roles == _ASSISTANT) & (np.append(roles[1:], -1) == _TOOL)
+        return np.repeat(calls, np.diff(starts, append=len(self)))
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""
