@@ -5,6 +5,7 @@ Requests are those of sub-agents with one system prompt. Counts include what the
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from test_shared_states import (
 from bench.random_models import SHAPES, ensure
 from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.slot_contents import SlotStatus
 
 HYBRID = "tiny-qwen35"
 SHAPE_NAMES = (HYBRID, "tiny-gemma", "tiny-dense")
@@ -152,6 +154,34 @@ def test_agents_go_on_when_the_prefix_cannot_be_decoded_for_them(
         assert not slow.done()
         assert slow.result()["choices"]
         assert running.metric("evoke_degraded_total", stage="prefill") == 1
+
+
+def test_a_late_list_of_slots_is_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other slots have is still known after a turn that was shorter than the answer took."""
+    list_slots, late, may_arrive = StockApi.list_slots, list[bool](), asyncio.Event()
+
+    async def list_late(api: StockApi) -> Sequence[SlotStatus] | None:
+        slots = await list_slots(api)
+        if not late:
+            late.append(True)
+            await may_arrive.wait()
+        return slots
+
+    deployment = Deployment(tmp_path, HYBRID, SEPARATE)
+    with deployment.server_and_proxy(look_ahead=False) as running, ThreadPoolExecutor(1) as pool:
+        running.wait_for_background()
+        monkeypatch.setattr(StockApi, "list_slots", list_late)
+        waiting = pool.submit(ask_agent, running.port, agent_body(0, system="Be brief."))
+        until(lambda: bool(late), "the slots are listed")
+        ask_agent(running.port, agent_body(1))
+        conversations = running.servers[0].conversations
+        until(lambda: any(each.snapshots.contents for each in conversations), "what it left")
+        running.loop.call_soon_threadsafe(may_arrive.set)
+        assert waiting.result()["choices"]
+        running.wait_until_idle()
+        assert all(each.snapshots.contents for each in conversations)
 
 
 def test_agents_of_the_messages_api_share_a_state(tmp_path: Path) -> None:

@@ -274,10 +274,11 @@ class SlotPlacement:
         self, turn: SnapshotTurn, lease: SlotLease
     ) -> Sequence[SlotStatus] | None:
         """List the slots; notice when they are those of another server instance."""
-        slots = await turn.calls.stock.list_slots()
+        # Those that are left while llama-server answers may be newer than the answer.
         contents = [
             item.snapshots.contents for item in self._conversations if item.snapshots.contents
         ]
+        slots = await turn.calls.stock.list_slots()
         if slots is not None and has_restarted(contents, slots):
             self.forget_contents()
             self._probe.forget()
