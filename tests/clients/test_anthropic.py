@@ -1,10 +1,12 @@
-"""The `anthropic` library gets the same answers through the proxy as directly."""
+"""The `anthropic` library gets the same answers through the proxy as directly.
+
+It is imported by the tests: each test process would need a second for that to collect them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import anthropic
 import pytest
 from comparison import AskBoth
 from harness import RunningProxy
@@ -56,7 +58,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 KINDS = pytest.mark.parametrize("kind", REQUESTS)
 
 
-def client(port: int) -> anthropic.Anthropic:
+def client(port: int) -> Any:
+    import anthropic
+
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="any", max_retries=0)
 
 
@@ -128,6 +132,8 @@ def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(running: Ru
 def test_errors_raise_the_exceptions_of_the_library(
     direct_port: int, running: RunningProxy
 ) -> None:
+    import anthropic
+
     errors = []
     for port in (direct_port, running.port):
         with pytest.raises(anthropic.APIStatusError) as refused:

@@ -1,4 +1,7 @@
-"""The `litellm` library gets the same answers through the proxy as directly."""
+"""The `litellm` library gets the same answers through the proxy as directly.
+
+It is imported by the tests: that takes seconds, which each test process would need to collect them.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,6 @@ from harness import RunningProxy
 from weather import CALL_PREFIX, QUESTION, RESULT_CHAT, TOOLS
 
 from evoke_proxy.engine.admin.admin import Admin
-
-# litellm reads this when it is imported; it then loads no price list from the network.
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-import litellm  # noqa: E402
 
 # litellm has many warnings of its own, about its models and versions of other libraries.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -47,6 +46,10 @@ DIALECTS = pytest.mark.parametrize(("model", "base"), [("openai/t", "/v1"), ("an
 @pytest.fixture(scope="module", autouse=True)
 def _close_clients() -> Iterator[None]:
     """Close the event loop and the clients that litellm leaves open."""
+    # litellm reads this when it is imported; it then loads no price list from the network.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    import litellm
+
     litellm.suppress_debug_info = True
     # A synchronous call uses this thread's event loop. If there is none, litellm creates one and
     # does not close it, which fails a later test.
@@ -62,6 +65,8 @@ def _close_clients() -> Iterator[None]:
 
 def complete(port: int, model: str, base: str, **fields: Any) -> Any:
     """Request a completion."""
+    import litellm
+
     url = f"http://127.0.0.1:{port}{base}"
     defaults = {"temperature": 0, "max_tokens": 24, "api_key": "any", "num_retries": 0}
     return litellm.completion(model=model, api_base=url, **defaults | fields)

@@ -1,10 +1,12 @@
-"""The `openai` library gets the same answers through the proxy as directly."""
+"""The `openai` library gets the same answers through the proxy as directly.
+
+It is imported by the tests: each test process would need half a second for that to collect them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 from comparison import AskBoth
 from harness import RunningProxy
@@ -64,7 +66,9 @@ KINDS = pytest.mark.parametrize("kind", CHATS)
 USAGE = {"include_usage": True}
 
 
-def client(port: int) -> openai.OpenAI:
+def client(port: int) -> Any:
+    import openai
+
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
 
 
@@ -154,6 +158,8 @@ def test_fields_of_the_proxy_are_accepted_and_accounting_is_returned(running: Ru
 def test_errors_raise_the_exceptions_of_the_library(
     direct_port: int, running: RunningProxy
 ) -> None:
+    import openai
+
     for request in (lambda port: chat(port, messages=3), lambda port: respond(port, input=[1])):
         errors = []
         for port in (direct_port, running.port):

@@ -66,7 +66,9 @@ def _name(pattern: re.Pattern[Any]) -> str:
 
 
 def _calls(path: Path) -> Iterator[ast.Call]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    text = path.read_text(encoding="utf-8")
+    # Most modules use no patterns: they need not be parsed.
+    for node in ast.walk(ast.parse(text)) if re.search(r"\bre\.", text) else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of = node.func.value
             if isinstance(of, ast.Name) and of.id == "re" and node.func.attr in _FUNCTIONS:
