@@ -35,7 +35,10 @@ _ADMIN_LISTENS = re.compile(rb"^evoke-proxy has its page at http://[^\s:]+:(\d+)
 _CHAT = "/v1/chat/completions"
 # Values that files and variables could set in earlier versions, and now only code.
 TUNING = {"limits__keepalive_s", "snapshots__min_tokens", "snapshots__min_gain"}
-_COMMANDS = ("evoke_proxy.cli.serve", "evoke_proxy.cli.check_config", "evoke_proxy.web.serve")
+_COMMANDS = (
+    *("evoke_proxy.cli.serve", "evoke_proxy.cli.check_config"),
+    *("evoke_proxy.web.serve", "evoke_proxy.engine.assembly"),
+)
 _forks: list[ForkedPython] = []
 
 

@@ -40,7 +40,8 @@ def lines() -> list[str]:
         _several,
         _draining,
     )
-    return [line for part in parts for line in part()]
+    with stack.forked_proxies():
+        return [line for part in parts for line in part()]
 
 
 def _shown(name: str, answer: stack.Answer) -> Iterator[str]:

@@ -38,7 +38,8 @@ _GENERATED = re.compile(rb"(?m)^(X-Request-Id: )(?!golden)[^\r\n]*")
 
 def lines() -> list[str]:
     """Every mode, one after the other."""
-    return [*_passthrough(), *_with_keys(), *_patched(), *_snapshots(), *_normalised()]
+    with stack.forked_proxies():
+        return [*_passthrough(), *_with_keys(), *_patched(), *_snapshots(), *_normalised()]
 
 
 def _shown(name: str, received: list[recording.Received]) -> Iterator[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
-import subprocess
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from forked_python import ForkedPython, forked_python
 from harness import ask, until
 
 from bench.proxy import tuned_proxy_command
@@ -21,6 +25,15 @@ def dotted(settings: Path) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def _forks() -> ForkedPython:
+    """The interpreter that the proxies of this test process are forked from."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    modules = ("evoke_proxy.cli.serve", "evoke_proxy.web.serve", "evoke_proxy.engine.assembly")
+    return stack.enter_context(forked_python(*modules, env=os.environ))
+
+
 class ProxyProcess:
     """A proxy process with the settings of a JSON file; it is killed at the end of the block."""
 
@@ -30,7 +43,9 @@ class ProxyProcess:
         self._command = [*tuned_proxy_command(self.port, upstream, dotted(settings)), *admin]
 
     def __enter__(self) -> ProxyProcess:
-        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)
+        _, _, *words = self._command
+        output = {"stdout": Path(os.devnull), "stderr": Path(os.devnull)}
+        self._process = _forks().start(*words, env=os.environ, folder=None, **output)
         until(lambda: healthy(self.port) or self._process.poll() is not None)
         assert self._process.poll() is None, "the proxy process has ended"
         return self
