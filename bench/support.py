@@ -159,7 +159,7 @@ def _talk(llama: Llama, slot: int, *, seed: int, then: str, wanted: str) -> list
     step, or `_DRAFTS` for the tokens and how many were drafted and accepted.
     """
     llama.erase(slot)
-    items = "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(60))
+    items = "".join(f"Item {i * 7 + seed} is {i * i}. " for i in range(46))
     history = llama.tokens(items, add_special=True)
     reply = llama.complete(history, slot, n_predict=4, return_tokens=True, ignore_eos=True)
     p0, p1 = _BLOCK
