@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
             del os.environ[name]
     # An encoder that was fetched on this machine must not become the default.
     os.environ["XDG_DATA_HOME"] = str(Path(__file__).with_name("no-data"))
+    # Threads of a llama-server that has several would spin while they wait for each other.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
     os.environ["TESTED_BY"] = f"{os.getpid()}-{secrets.token_hex(8)}"
     command = [sys.executable, str(Path(__file__).with_name("reaper.py"))]
     # In its own session, so that a signal to our process group does not end it.

@@ -50,7 +50,9 @@ def up_process(*options: str) -> Iterator[stack.Process]:
     """Start `evoke-proxy up` with the bundled model; the block begins once it listens."""
     command = [sys.executable, "-m", "evoke_proxy", "up", "-m", str(stack.MODEL)]
     command += ["--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", *options]
-    with stack.listening(command, None, stack.environment()) as proxy:
+    # One thread is best for so small a model.
+    environment = stack.environment(LLAMA_ARG_THREADS="1")
+    with stack.listening(command, None, environment) as proxy:
         yield proxy
 
 

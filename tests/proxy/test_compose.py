@@ -115,6 +115,9 @@ def stack(host: Host) -> Iterator[None]:
         env = host.environment(service)
         if name == "llama-server":
             env |= {"LLAMA_ARG_PORT": str(port), "LLAMA_ARG_THREADS": "1"}
+            # All of the 1024 MiB of the default would be written at each start.
+            assert "LLAMA_ARG_EVOKE_RAM" in env
+            env |= {"LLAMA_ARG_EVOKE_RAM": "64"}
         programs.append(Program(name, host.command(service, words), env, port, host.folder))
     with running(programs, host.folder):
         yield

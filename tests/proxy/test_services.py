@@ -27,6 +27,8 @@ from evoke_proxy.models import bundled_model
 DEPLOY = ROOT / "deploy"
 # Cells of both slots; the files have more, for larger models.
 CELLS = "4096"
+# Host memory for evicted blocks. All of the 4 GiB of the files would be written at each start.
+RAM_MIB = "64"
 # Nothing can be fetched, as without a network; one thread is best for so small a model.
 MACHINE = {"EVOKE_EMBEDDER_MIRROR": "http://127.0.0.1:9", "LLAMA_ARG_THREADS": "1"}
 
@@ -114,8 +116,9 @@ def _install_units(root: Path, ports: Ports) -> None:
         text = (DEPLOY / name).read_text("utf-8")
         text = re.sub(r"(?m)^LLAMA_ARG_MODEL=.*$", f"LLAMA_ARG_MODEL={bundled_model()}", text)
         text = re.sub(r"(?m)^LLAMA_ARG_CTX_SIZE=.*$", f"LLAMA_ARG_CTX_SIZE={CELLS}", text)
+        text = re.sub(r"(?m)^LLAMA_ARG_EVOKE_RAM=.*$", f"LLAMA_ARG_EVOKE_RAM={RAM_MIB}", text)
         if name == "llama-server.env":
-            assert str(bundled_model()) in text and CELLS in text
+            assert str(bundled_model()) in text and CELLS in text and f"={RAM_MIB}\n" in text
             text += f"LLAMA_ARG_PORT={ports.server}\n"
         (folder / name).write_text(text)
 
@@ -196,6 +199,8 @@ class Pod:
         values = {name: self.ports.replaced(value) for name, value in values.items()}
         if "LLAMA_ARG_PORT" in values:
             values |= {"LLAMA_ARG_PORT": str(self.ports.server), "LLAMA_ARG_CTX_SIZE": CELLS}
+            assert "LLAMA_ARG_EVOKE_RAM" in values
+            values["LLAMA_ARG_EVOKE_RAM"] = RAM_MIB
         return bare_environment() | MACHINE | values
 
     def command(self, container: Mapping[str, Any], entry: Sequence[str]) -> list[str]:
