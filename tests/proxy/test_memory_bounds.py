@@ -15,7 +15,7 @@ from bench.silent_llama import silent_llama
 LIMIT_MIB = 64
 # The number of conversations, and the MiB of the body of each: together many times the limit.
 # Bodies of up to 8 MiB are cached for the next request, larger ones are not.
-SIZES = ((64, 8), (160, 3))
+SIZES = ((40, 8), (110, 3))
 
 
 @pytest.fixture(scope="module")
@@ -52,5 +52,5 @@ def test_conversations_with_large_bodies_take_bounded_memory(
         before = _rss_mib(proxy)
         for number in range(n_conversations):
             chat(number, body_mib << 20)
-        # About 500 MiB without a bound.
+        # About 330 MiB without a bound.
         assert _rss_mib(proxy) - before < 4 * LIMIT_MIB
