@@ -156,7 +156,7 @@ def test_damaged_files_of_other_memories_are_verified_while_they_are_restored(
         Deployment(tmp_path, shape, ("--cache-ram", "0", "-c", "4096")),
         random.Random(5),
     )
-    chat = long_chat(300)
+    chat = long_chat(200)
     chat.messages.pop()
     with deployment.server() as port, deployment.proxy(port, look_ahead=False) as proxied:
         for _ in range(2):
