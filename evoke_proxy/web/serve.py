@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from evoke_proxy.adapters.allocator import use_one_heap
 from evoke_proxy.adapters.port_owner import owner_of
 from evoke_proxy.config import Config, SecurityConfig, parse_listen
 from evoke_proxy.config.loader import reloaded, risks_of
@@ -76,6 +77,7 @@ async def serve(config: Config, reload: Callable[[], Config]) -> None:
     `reload` reads the configuration again, on SIGHUP. Raises OSError when an address cannot be
     bound.
     """
+    use_one_heap()
     sys.setswitchinterval(SWITCH_S)
     _warn(config)
     stop = asyncio.Event()
