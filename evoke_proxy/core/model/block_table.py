@@ -18,7 +18,7 @@ FloatArray = npt.NDArray[np.float64]
 
 ROLES = tuple(Role)
 _CODE = {role: code for code, role in enumerate(ROLES)}
-_USER, _ASSISTANT, _TOOL = _CODE[Role.USER], _CODE[Role.ASSISTANT], _CODE[Role.TOOL]
+_USER, _TOOL = _CODE[Role.USER], _CODE[Role.TOOL]
 # Number of labels compared at once. Most slices are equal, and equal slices compare fast.
 _STRIDE = 512
 # More labels than this, added one after the other, are copied into a new dictionary.
@@ -287,18 +287,6 @@ class BlockTable(Sequence[Block]):
     def is_step(self) -> bool:
         """Whether the prompt ends with results of tools, so that an agent takes its next step."""
         return len(self) > 0 and bool(self.roles[self._last_own()] == _TOOL)
-
-    @property
-    def calls_tools(self) -> Mask:
-        """Which blocks belong to a message of the assistant that results of tools follow [n]."""
-        if not (self.roles == _TOOL).any():
-            return np.zeros(len(self), np.bool_)
-        begins = np.ones(len(self), np.bool_)
-        begins[1:] = self.messages[1:] != self.messages[:-1]
-        starts = begins.nonzero()[0]
-        roles = self.roles[starts]
-        calls = (roles == _ASSISTANT) & (np.append(roles[1:], -1) == _TOOL)
-        return np.repeat(calls, np.diff(starts, append=len(self)))
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

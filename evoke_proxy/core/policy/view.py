@@ -18,17 +18,14 @@ from evoke_proxy.core.retrieval.index import Index
 _OLD_FOCUS, _NEW_TOPIC = 0.7, 0.3
 # A topic with a lower cosine to the focus begins another task.
 _SAME_TASK_COSINE = 0.3
-# Recency is 1/2 at this distance in tokens, of calls and results of tools and of other blocks. It
-# never reaches 0: distant blocks still have an order.
-_TOOL_HALF_LIFE, _HALF_LIFE = 2048, 512
+# Recency is 1/2 at this distance in tokens. It never reaches 0: distant blocks still have an order.
+_HALF_LIFE = 512
 # Extra distance, in tokens, of blocks before a task boundary.
 _BOUNDARY_DISTANCE = 8 * _HALF_LIFE
 # The minimum worth of a block, by role; signals raise it up to 1. Users state facts once, answers
 # repeat them, and tools can be called again.
 _MIN_WORTH = {Role.SYSTEM: 0.8, Role.USER: 0.6, Role.ASSISTANT: 0.5, Role.TOOL: 0.0}
 _MIN_WORTH_BY_ROLE = np.array([_MIN_WORTH[role] for role in ROLES])
-# That of a message that calls tools: what an agent did, it repeats more often than results.
-_MIN_CALL_WORTH = 0.65
 _PREFERRED_FACTOR = 2.0
 _TOOL = ROLES.index(Role.TOOL)
 
@@ -190,7 +187,7 @@ class KeepWeights:
         recency: Nearness of a block to the end of the prompt.
         focus: Cosine of a block's vector with the focus of the task.
         attention: The share of attention that the block got last.
-        rarity: How many terms a call or a result of a tool has that few other blocks have.
+        rarity: How many words a result of a tool has that few other blocks have.
     """
 
     recency: float = 0.6
@@ -212,31 +209,26 @@ def keep_scores(
     preferred; at most 1. Sinks and pinned blocks are worth 1.
     """
     blocks = view.blocks
-    calls = blocks.calls_tools
-    least = np.where(calls, _MIN_CALL_WORTH, _MIN_WORTH_BY_ROLE[blocks.roles])
-    least = np.where(blocks.reminders, 0.0, least)
-    signal = _mean_signal(view, weights, calls | (blocks.roles == _TOOL))
-    worth = (least + (1 - least) * signal) * blocks.priority
+    least = np.where(blocks.reminders, 0.0, _MIN_WORTH_BY_ROLE[blocks.roles])
+    worth = (least + (1 - least) * _mean_signal(view, weights)) * blocks.priority
     worth = np.minimum(1.0, worth * np.where(blocks.preferred, _PREFERRED_FACTOR, 1.0))
     scores: FloatArray = np.where(blocks.pinned | (blocks.starts < sink_tokens), 1.0, worth)
     return scores
 
 
-def _mean_signal(view: PolicyView, weights: KeepWeights, of_tools: Mask) -> FloatArray:
-    """Return the weighted mean [n] of the available signals, in [0, 1]; 0 without any.
-
-    `of_tools` [n] are the calls and the results of tools.
-    """
+def _mean_signal(view: PolicyView, weights: KeepWeights) -> FloatArray:
+    """Return the weighted mean [n] of the available signals, in [0, 1]; 0 without any."""
     focus = rarity = None
+    is_result = view.blocks.roles == _TOOL
     if weights.focus > 0:
         focus = view.index.topic_similarity(view.task.focus, view.blocks)
-    if weights.rarity > 0 and of_tools.any():
+    if weights.rarity > 0 and is_result.any():
         rarity = view.index.rarity(view.blocks)
     signals = (
-        (weights.recency, _recency(view, of_tools)),
+        (weights.recency, _recency(view)),
         (weights.focus, focus),
         (weights.attention, view.attention),
-        (weights.rarity * of_tools, rarity),
+        (weights.rarity * is_result, rarity),
     )
     n = len(view.blocks)
     total, total_weight = np.zeros(n), np.zeros(n)
@@ -247,14 +239,13 @@ def _mean_signal(view: PolicyView, weights: KeepWeights, of_tools: Mask) -> Floa
     return np.divide(total, total_weight, out=total, where=total_weight > 0)
 
 
-def _recency(view: PolicyView, of_tools: Mask) -> FloatArray:
-    """Return h / (h + d) [n], for the half-life h of a block at the distance d to the prompt's end.
+def _recency(view: PolicyView) -> FloatArray:
+    """Return h / (h + d) [n], for h = _HALF_LIFE and the distance d of a block to the prompt's end.
 
     Blocks before the start of the task count as _BOUNDARY_DISTANCE further away.
     """
     ends = view.blocks.ends
-    half_life = np.where(of_tools, _TOOL_HALF_LIFE, _HALF_LIFE)
     distance = view.n_tokens - ends
     distance = distance + np.where(ends <= view.task.start, _BOUNDARY_DISTANCE, 0)
-    recency: FloatArray = half_life / (half_life + distance)
+    recency: FloatArray = _HALF_LIFE / (_HALF_LIFE + distance)
     return recency

@@ -35,7 +35,7 @@ _MAX_EXPANDED_SHARE = 0.05
 _MAX_INFORMATIVE_SHARE = 0.5
 _MIN_DOCUMENTS = 64
 
-# A term is rare while at most this many documents contain it.
+# A word is rare while at most this many active documents contain it.
 _RARE_DOCUMENTS = 3
 
 # Of a term: numbers of the documents that contain it, its count in each, the number of its stem.
@@ -170,8 +170,12 @@ class InvertedIndex:
 
     def __init__(self) -> None:
         self._lengths = array("d")
-        # By document: how many of its terms are rare.
+        # By document: how many of its content stems are rare while all documents are active.
         self._n_rare = array("q")
+        # Of the active documents, where some are not; computed when it is first needed.
+        self._n_rare_of_active: Positions | None = None
+        # By stem: how many documents contain it.
+        self._frequencies = array("q")
         self._postings: dict[str, _Postings] = {}
         self._fuzzy_terms = FuzzyTerms()
         # Stems are numbered from 0 in the order they are added; the terms with each stem.
@@ -206,18 +210,20 @@ class InvertedIndex:
                 postings = self._add_term(term)
             postings[0].append(number)
             postings[1].append(count)
-            self._count_rare(postings[0])
             stems.add(postings[2])
         self._content_stems.append(array("q", stems - self._function_stems))
+        self._count_rare(number)
         return number
 
-    def _count_rare(self, documents: array[int]) -> None:
-        """Count a term for the last of its documents, or no more once it is not rare."""
-        if len(documents) <= _RARE_DOCUMENTS:
-            self._n_rare[documents[-1]] += 1
-        elif len(documents) == _RARE_DOCUMENTS + 1:
-            for document in documents[:-1]:
-                self._n_rare[document] -= 1
+    def _count_rare(self, document: int) -> None:
+        """Count the rare stems of a new document, and no longer those that it makes frequent."""
+        for number in self._content_stems[document]:
+            self._frequencies[number] += 1
+            if self._frequencies[number] <= _RARE_DOCUMENTS:
+                self._n_rare[document] += 1
+            elif self._frequencies[number] == _RARE_DOCUMENTS + 1:
+                for other in {*chain(*self._documents_of_stem[number])} - {document}:
+                    self._n_rare[other] -= 1
 
     def _add_term(self, term: str) -> _Postings:
         """Add a term that no document has yet, also to the forms of its stem."""
@@ -227,6 +233,7 @@ class InvertedIndex:
         if number == len(self._terms_of_stem):
             self._terms_of_stem.append([])
             self._documents_of_stem.append([])
+            self._frequencies.append(0)
             if word_stem in FUNCTION_STEMS:
                 self._function_stems.add(number)
         postings = self._postings[term] = (array("q"), array("d"), number)
@@ -236,16 +243,26 @@ class InvertedIndex:
 
     @property
     def n_rare(self) -> Positions:
-        """How many terms of each document are rare: at most 3 documents, active or not, have them.
+        """How many stems of each document are rare, without function words; a new array [n].
 
-        A new array [n] by document number.
+        At most 3 active documents contain a rare stem. By document number; 0 for documents that are
+        not active.
         """
-        return _copied(self._n_rare, np.int64) if self._n_rare else np.zeros(0, np.int64)
+        if self._all_active:
+            return _copied(self._n_rare, np.int64) if self._n_rare else np.zeros(0, np.int64)
+        if self._n_rare_of_active is None:
+            active = self._active_documents.tolist()
+            stems = [self._content_stems[document] for document in active]
+            numbers = np.fromiter(chain.from_iterable(stems), np.int64)
+            owners = np.repeat(self._active_documents, list(map(len, stems)))
+            is_rare = np.bincount(numbers, minlength=1) <= _RARE_DOCUMENTS
+            self._n_rare_of_active = np.bincount(owners[is_rare[numbers]], minlength=len(self))
+        return self._n_rare_of_active.copy()
 
     def set_active(self, documents: Positions) -> None:
         """Restrict searches and statistics to these documents."""
         self._active_documents = documents
-        self._active = self._length_norms = None
+        self._active = self._length_norms = self._n_rare_of_active = None
 
     @property
     def _n_active(self) -> int:

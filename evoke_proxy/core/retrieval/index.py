@@ -68,7 +68,7 @@ _MAX_NEIGHBOURED = 32
 # A term that more than this share of the blocks contain does not show which sentence of a block
 # matches the query.
 _MAX_LOCATING_SHARE = 0.25
-# A block with this many rare terms has as many as most blocks of code.
+# The rarity of a block with this many rare words, more than in nine of ten results, is 1.
 _MANY_RARE = 12
 # Units whose names and stems are kept; a ranking reads about 20.
 _MAX_GROUPS = 1024
@@ -345,10 +345,9 @@ class Index:
         return similarity
 
     def rarity(self, blocks: BlockTable) -> FloatArray:
-        """Return how many rare terms each block [n] has, as a share of 12, at most 1.
+        """Return how many rare words each block [n] has, as a share of 12, at most 1.
 
-        A term is rare while at most 3 blocks have it, those counted that were removed since the
-        index was last compacted.
+        A word is rare while at most 3 of the blocks have a form of it; function words do not count.
         """
         self.update(blocks)
         rarity: FloatArray = np.minimum(1.0, self._of_blocks(self._inverted.n_rare / _MANY_RARE))

@@ -274,11 +274,10 @@ class SlotPlacement:
         self, turn: SnapshotTurn, lease: SlotLease
     ) -> Sequence[SlotStatus] | None:
         """List the slots; notice when they are those of another server instance."""
-        # Those that are left while llama-server answers may be newer than the answer.
-        contents = [
-            item.snapshots.contents for item in self._conversations if item.snapshots.contents
-        ]
+        # What turns leave while llama-server answers may be newer than the answer.
+        held = [(item, item.snapshots.contents) for item in self._conversations]
         slots = await turn.calls.stock.list_slots()
+        contents = [left for item, left in held if left and item.snapshots.contents is left]
         if slots is not None and has_restarted(contents, slots):
             self.forget_contents()
             self._probe.forget()

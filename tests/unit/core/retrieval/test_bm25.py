@@ -121,15 +121,27 @@ def test_statistics_and_results_are_those_of_the_active_documents() -> None:
     assert [list(one) for one in index.documents_with(number)] == [[0, 2]]
 
 
-def test_a_term_is_rare_while_at_most_three_documents_have_it() -> None:
-    index = index_of("port key", "port", "port other")
+def test_a_word_is_rare_while_at_most_three_documents_have_a_form_of_it() -> None:
+    index = index_of("port key", "ports of", "the port other")
     assert index.n_rare.tolist() == [2, 1, 2]
     index.add(Counter(terms_of("port port 17")))
+    index.set_active(np.arange(4))
     assert index.n_rare.tolist() == [1, 0, 1, 1]
-    index.add(Counter(terms_of("port")))
-    index.set_active(np.array([0]))
-    assert index.n_rare.tolist() == [1, 0, 1, 1, 0], "also of documents that are not active"
     assert InvertedIndex().n_rare.tolist() == []
+
+
+@given(
+    st.lists(st.lists(st.sampled_from("port ports key 17 the reader read".split()), max_size=6)),
+    st.data(),
+)
+def test_rare_words_are_those_of_the_active_documents(
+    texts: list[list[str]], data: st.DataObject
+) -> None:
+    index = index_of(*map(" ".join, texts))
+    active = [i for i in range(len(texts)) if data.draw(st.booleans())]
+    index.set_active(np.array(active, np.int64))
+    alone = index_of(*(" ".join(texts[i]) for i in active))
+    assert index.n_rare[active].tolist() == alone.n_rare.tolist()
 
 
 def test_stems_without_a_document_have_no_number_and_function_words_are_no_content() -> None:

@@ -197,11 +197,13 @@ def test_a_strong_word_match_outweighs_a_vector() -> None:
     assert np.argsort(-scores)[:2].tolist() == [3, 7]
 
 
-def test_rarity_is_the_share_of_twelve_rare_terms_and_follows_the_blocks() -> None:
+def test_rarity_is_the_share_of_twelve_rare_words_and_follows_the_blocks() -> None:
     few, many = block(0, "alpha beta gamma"), block(1, " ".join(f"name{i}" for i in range(20)))
     index = Index()
     assert index.rarity(BlockTable([few, many])).tolist() == [0.25, 1.0]
-    assert index.rarity(BlockTable([many])).tolist() == [1.0]
+    for turn in range(2, 9):  # the same text again and again, each time under another label
+        index.rarity(BlockTable([many, block(turn, "alpha beta gamma")]))
+    assert index.rarity(BlockTable([few, many])).tolist() == [0.25, 1.0]
     assert index.rarity(BlockTable()).tolist() == []
 
 
