@@ -275,9 +275,9 @@ class SlotPlacement:
     ) -> Sequence[SlotStatus] | None:
         """List the slots; notice when they are those of another server instance."""
         # What turns leave while llama-server answers may be newer than the answer.
-        held = [(item, item.snapshots.contents) for item in self._conversations]
+        before = [(item, item.snapshots.contents) for item in self._conversations]
         slots = await turn.calls.stock.list_slots()
-        contents = [left for item, left in held if left and item.snapshots.contents is left]
+        contents = [left for item, left in before if left and item.snapshots.contents is left]
         if slots is not None and has_restarted(contents, slots):
             self.forget_contents()
             self._probe.forget()
