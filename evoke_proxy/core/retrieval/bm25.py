@@ -253,7 +253,7 @@ class InvertedIndex:
         if self._n_rare_of_active is None:
             active = self._active_documents.tolist()
             stems = [self._content_stems[document] for document in active]
-            numbers = np.fromiter(chain.from_iterable(stems), np.int64)
+            numbers = np.frombuffer(b"".join(stems), np.int64)
             owners = np.repeat(self._active_documents, list(map(len, stems)))
             is_rare = np.bincount(numbers, minlength=1) <= _RARE_DOCUMENTS
             self._n_rare_of_active = np.bincount(owners[is_rare[numbers]], minlength=len(self))
