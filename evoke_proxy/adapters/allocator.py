@@ -1,4 +1,4 @@
-"""Keeps the memory small that is free in this process: one heap, and pages that go back.
+"""Limits the memory that malloc keeps free: one heap for all threads, free pages given back.
 
 For the malloc of glibc; with others, both functions do nothing.
 """
@@ -15,9 +15,9 @@ _M_ARENA_MAX = -8  # of malloc.h
 def use_one_heap() -> None:
     """Let threads that begin from now on allocate from the heap of the main thread.
 
-    glibc makes more heaps, up to eight for each core, and keeps the free end of each, which
-    `malloc_trim` does not return. Python's lock lets hardly two threads allocate at once. The
-    variable MALLOC_ARENA_MAX of the operator comes first, and so does its tunable.
+    By default glibc makes up to eight heaps for each core, and does not give back the free end of
+    any but the first. One is enough, because Python's lock rarely lets two threads allocate at
+    once. Does nothing when the operator has set MALLOC_ARENA_MAX or the tunable of glibc.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if "MALLOC_ARENA_MAX" not in os.environ and "glibc.malloc.arena_max" not in tunables:

@@ -243,10 +243,10 @@ class InvertedIndex:
 
     @property
     def n_rare(self) -> Positions:
-        """How many stems of each document are rare, without function words; a new array [n].
+        """How many rare stems each document has, by document number; a new array [n].
 
-        At most 3 active documents contain a rare stem. By document number; 0 for documents that are
-        not active.
+        A stem is rare when at most 3 active documents contain it; those of function words are not
+        counted. The values of documents that are not active mean nothing.
         """
         if self._all_active:
             return _copied(self._n_rare, np.int64) if self._n_rare else np.zeros(0, np.int64)

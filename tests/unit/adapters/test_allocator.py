@@ -76,6 +76,14 @@ def test_free_pages_between_memory_in_use_go_back_to_the_system() -> None:
 
 
 def test_other_implementations_of_malloc_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    opened = list[object]()
+
+    def without_functions(library: object) -> object:
+        opened.append(library)
+        return object()
+
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", without_functions)
     allocator.use_one_heap()
     allocator.return_free_pages()
+    assert opened == [None, None], "both look for the function in this process"
