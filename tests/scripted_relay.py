@@ -25,9 +25,10 @@ _OWN = ("host", "content-length", "connection", "accept-encoding", "transfer-enc
 class Relay:
     """Replaces answers by the calls of a script.
 
-    `calls` are the remaining calls, each a name and arguments; without any, the model's own answer
-    is passed on. `seen` receives each request that has tools, and the `timings` of its answer,
-    before the agent receives the call.
+    `calls` are the remaining calls, each a name and arguments. Without any, the agent receives the
+    text `last`, in chat completions, or the model's own answer where that is empty. `seen` receives
+    each request that has tools, and the `timings` of its answer, before the agent receives the
+    call.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Relay:
         self.calling = calling or _calling
         self.seen = seen
         self.calls: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self.last = ""
         self.made = 0
         self.faults: list[str] = []
 
@@ -49,7 +51,7 @@ class Relay:
             return status, found
         self.seen(body, _timings(found))
         if not self.calls:
-            return status, found
+            return status, _stream({"content": self.last}, "stop") if self.last else found
         name, arguments = self.calls.popleft()
         self.made += 1
         return status, self.calling(f"call_{self.made}", name, arguments)
@@ -66,9 +68,14 @@ def _calling(id: str, name: str, arguments: Mapping[str, Any]) -> bytes:
     """A stream of one call."""
     function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"index": 0, "id": id, "type": "function", "function": function}
-    shape = {"id": id, "object": "chat.completion.chunk", "created": 0, "model": "random"}
-    begin: Json = {"delta": {"role": "assistant", "tool_calls": [call]}, "finish_reason": None}
-    end: Json = {"delta": {}, "finish_reason": "tool_calls"}
+    return _stream({"tool_calls": [call]}, "tool_calls")
+
+
+def _stream(delta: Json, finish_reason: str) -> bytes:
+    """A stream of chat completions whose answer comes at once."""
+    shape = {"id": "answer", "object": "chat.completion.chunk", "created": 0, "model": "random"}
+    begin: Json = {"delta": {"role": "assistant"} | delta, "finish_reason": None}
+    end: Json = {"delta": {}, "finish_reason": finish_reason}
     chunks = [shape | {"choices": [{"index": 0} | choice]} for choice in (begin, end)]
     return b"".join(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks) + (
         b"data: [DONE]\n\n"

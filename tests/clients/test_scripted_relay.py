@@ -33,10 +33,13 @@ def test_the_relay_answers_with_the_scripted_calls_and_then_with_the_model() -> 
         relay.calls.append(("read", {"filePath": "a.py"}))
         with relayed(relay) as port:
             replies = [_events(port, tools) for tools in ([], ["read"], ["read"])]
+            relay.last = "At nine."
+            last, _ = _events(port, ["read"])
     (call,) = replies[1][0]["choices"][0]["delta"]["tool_calls"]
     assert call["function"] == {"name": "read", "arguments": '{"filePath": "a.py"}'}
     assert replies[0] == replies[2] == list(events(iter(model_reply.splitlines())))
-    assert timings == [{"evoke": {"n": 1}}] * 2 and len(bodies) == 3 and not relay.faults
+    assert last["choices"][0]["delta"]["content"] == "At nine."
+    assert timings == [{"evoke": {"n": 1}}] * 3 and len(bodies) == 4 and not relay.faults
 
 
 def _events(port: int, tools: Sequence[str]) -> list[dict[str, Any]]:

@@ -57,8 +57,13 @@ class Deployment:
             server = llama_server(binary, *options, port=self.port, model=model)
             self.port = self._server.enter_context(server)
         if what in ("proxy", "both"):
-            directory = str(self.folder / "index")
-            started = proxy(self.port, snapshots__directory=directory, policy__budget=BUDGET)
+            settings: dict[str, object] = {
+                "policy__budget": BUDGET,
+                "snapshots__directory": str(self.folder / "index"),
+                # With the default a slot is not saved directly after a save that took long.
+                "snapshots__stall_share": 1.0,
+            }
+            started = proxy(self.port, **settings)
             self.running = self._proxy.enter_context(started)
 
     def close(self) -> None:
