@@ -187,7 +187,7 @@ class KeepWeights:
         recency: Nearness of a block to the end of the prompt.
         focus: Cosine of a block's vector with the focus of the task.
         attention: The share of attention that the block got last.
-        rarity: How many words a result of a tool has that few other blocks have.
+        rarity: How many words a result of a tool has that few later blocks have.
     """
 
     recency: float = 0.6

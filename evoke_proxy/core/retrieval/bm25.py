@@ -35,8 +35,10 @@ _MAX_EXPANDED_SHARE = 0.05
 _MAX_INFORMATIVE_SHARE = 0.5
 _MIN_DOCUMENTS = 64
 
-# A word is rare while at most this many active documents contain it.
-_RARE_DOCUMENTS = 3
+# A word is rare in a document while at most this many later active documents contain it.
+_LATER_DOCUMENTS = 3
+_N_LAST = _LATER_DOCUMENTS + 1
+_NO_DOCUMENTS = array("q", bytes(8 * _N_LAST))
 
 # Of a term: numbers of the documents that contain it, its count in each, the number of its stem.
 _Postings = tuple["array[int]", "array[float]", int]
@@ -174,8 +176,10 @@ class InvertedIndex:
         self._n_rare = array("q")
         # Of the active documents, where some are not; computed when it is first needed.
         self._n_rare_of_active: Positions | None = None
-        # By stem: how many documents contain it.
+        # By stem: how many documents contain it, and the last four of these, each at its number
+        # among them modulo 4.
         self._frequencies = array("q")
+        self._last_documents = array("q")
         self._postings: dict[str, _Postings] = {}
         self._fuzzy_terms = FuzzyTerms()
         # Stems are numbered from 0 in the order they are added; the terms with each stem.
@@ -216,14 +220,17 @@ class InvertedIndex:
         return number
 
     def _count_rare(self, document: int) -> None:
-        """Count the rare stems of a new document, and no longer those that it makes frequent."""
-        for number in self._content_stems[document]:
-            self._frequencies[number] += 1
-            if self._frequencies[number] <= _RARE_DOCUMENTS:
-                self._n_rare[document] += 1
-            elif self._frequencies[number] == _RARE_DOCUMENTS + 1:
-                for other in {*chain(*self._documents_of_stem[number])} - {document}:
-                    self._n_rare[other] -= 1
+        """Count the stems of a new document as rare in it, and no longer in one long before it."""
+        stems, n_rare = self._content_stems[document], self._n_rare
+        frequencies, last_documents = self._frequencies, self._last_documents
+        for number in stems:
+            frequency = frequencies[number]
+            place = number * _N_LAST + frequency % _N_LAST
+            if frequency >= _N_LAST:
+                n_rare[last_documents[place]] -= 1
+            last_documents[place] = document
+            frequencies[number] = frequency + 1
+        n_rare[document] = len(stems)
 
     def _add_term(self, term: str) -> _Postings:
         """Add a term that no document has yet, also to the forms of its stem."""
@@ -234,6 +241,7 @@ class InvertedIndex:
             self._terms_of_stem.append([])
             self._documents_of_stem.append([])
             self._frequencies.append(0)
+            self._last_documents.extend(_NO_DOCUMENTS)
             if word_stem in FUNCTION_STEMS:
                 self._function_stems.add(number)
         postings = self._postings[term] = (array("q"), array("d"), number)
@@ -245,8 +253,8 @@ class InvertedIndex:
     def n_rare(self) -> Positions:
         """How many rare stems each document has, by document number; a new array [n].
 
-        A stem is rare when at most 3 active documents contain it; those of function words are not
-        counted. The values of documents that are not active mean nothing.
+        A stem is rare in a document while at most 3 later active documents contain it; those of
+        function words are not counted. The values of documents that are not active mean nothing.
         """
         if self._all_active:
             return _copied(self._n_rare, np.int64) if self._n_rare else np.zeros(0, np.int64)
@@ -255,8 +263,8 @@ class InvertedIndex:
             stems = [self._content_stems[document] for document in active]
             numbers = np.frombuffer(b"".join(stems), np.int64)
             owners = np.repeat(self._active_documents, list(map(len, stems)))
-            is_rare = np.bincount(numbers, minlength=1) <= _RARE_DOCUMENTS
-            self._n_rare_of_active = np.bincount(owners[is_rare[numbers]], minlength=len(self))
+            rare = _among_the_last(numbers, len(self._frequencies))
+            self._n_rare_of_active = np.bincount(owners[rare], minlength=len(self))
         return self._n_rare_of_active.copy()
 
     def set_active(self, documents: Positions) -> None:
@@ -431,6 +439,18 @@ class InvertedIndex:
         weight *= _FUNCTION_WORD_WEIGHT if term in FUNCTION_WORDS else 1.0
         scores = weight * counts * (_K1 + 1) / (counts + self._norms()[documents])
         return Evidence(documents, scores, np.minimum(counts, 1.0), weight)
+
+
+def _among_the_last(numbers: Positions, n_numbers: int) -> Positions:
+    """Return the places in `numbers` after which at most 3 others have the same number."""
+    last = np.empty(n_numbers, np.int64)
+    left, found = np.arange(len(numbers)), list[Positions]()
+    for _ in range(_N_LAST):
+        last[numbers[left]] = left  # of equal numbers, the last assignment counts
+        is_last = last[numbers[left]] == left
+        found.append(left[is_last])
+        left = left[~is_last]
+    return np.concatenate(found)
 
 
 def _copied(values: array[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:

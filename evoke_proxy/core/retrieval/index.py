@@ -347,7 +347,8 @@ class Index:
     def rarity(self, blocks: BlockTable) -> FloatArray:
         """Return how many rare words each block [n] has, as a share of 12, at most 1.
 
-        A word is rare while at most 3 of the blocks have a form of it; function words do not count.
+        A word is rare in a block while at most 3 later ones have a form of it. Function words do
+        not count; parts of names and pairs of characters of a script without spaces do.
         """
         self.update(blocks)
         rarity: FloatArray = np.minimum(1.0, self._of_blocks(self._inverted.n_rare / _MANY_RARE))

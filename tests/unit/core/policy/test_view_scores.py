@@ -62,26 +62,29 @@ def test_the_score_of_an_old_block_is_the_floor_of_its_role() -> None:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_the_newest_block_scores_1(role: Role) -> None:
-    rare = " ".join(f"word{i}" for i in range(12))
-    assert score(replace(at(N_TOKENS, role), text=rare)) == 1.0
+def test_the_newest_block_scores_1_but_a_result_of_few_words_less(role: Role) -> None:
+    words = [f"word{i}" for i in range(12)]
+    assert score(replace(at(N_TOKENS, role), text=" ".join(words))) == 1.0
+    least = 1.0 if role != Role.TOOL else (0.6 + 0.33 * 3 / 12) / 0.93
+    assert score(replace(at(N_TOKENS, role), text=" ".join(words[:3]))) == pytest.approx(least)
 
 
-def test_results_of_tools_score_by_their_rare_words_below_what_people_say() -> None:
+def test_results_of_tools_score_by_words_without_later_copies_below_what_people_say() -> None:
     rare, common = " ".join(f"name{i}" for i in range(12)), "port key house"
-    roles = [Role.TOOL, Role.TOOL, Role.USER, Role.ASSISTANT, Role.TOOL, Role.TOOL]
-    texts = [rare, common, rare[:40], rare[40:], common, common]
+    roles = [Role.TOOL, Role.TOOL, Role.USER, Role.ASSISTANT, *[Role.TOOL] * 3]
+    texts = [rare, common, rare[:40], rare[40:], *[common] * 3]
     blocks = [
         replace(at(128 + 64 * i, role), label=f"s/{i}", message=i, text=text)
         for i, (role, text) in enumerate(zip(roles, texts, strict=True))
     ]
-    blocks.append(replace(at(600), label="s/6", message=6, text=common))
+    blocks.append(replace(at(600), label="s/7", message=7, text=common))
     columns = view_columns(tuple(blocks), (BlockState.RESIDENT,) * len(blocks))
     view = PolicyView(*columns, N_TOKENS, 99_999)
     scores = keep_scores(view, 16).tolist()
     by_age = keep_scores(view, 16, KeepWeights(rarity=0.0)).tolist()
     assert scores[0] == pytest.approx((0.6 * by_age[0] + 0.33) / 0.93)
     assert scores[1] == pytest.approx(0.6 * by_age[1] / 0.93)
+    assert scores[-2] == pytest.approx((0.6 * by_age[-2] + 0.33 * 3 / 12) / 0.93)
     assert max(scores[:2]) < min(scores[2:4])
     assert scores[2:4] == by_age[2:4], "what people say is not compared by its words"
 

@@ -121,12 +121,19 @@ def test_statistics_and_results_are_those_of_the_active_documents() -> None:
     assert [list(one) for one in index.documents_with(number)] == [[0, 2]]
 
 
-def test_a_word_is_rare_while_at_most_three_documents_have_a_form_of_it() -> None:
-    index = index_of("port key", "ports of", "the port other")
-    assert index.n_rare.tolist() == [2, 1, 2]
-    index.add(Counter(terms_of("port port 17")))
+def test_a_word_is_rare_until_more_than_three_later_documents_have_a_form_of_it() -> None:
+    index = index_of("port key", "ports of", "the port other", "port port")
     index.set_active(np.arange(4))
-    assert index.n_rare.tolist() == [1, 0, 1, 1]
+    kept = index.n_rare
+    assert kept.tolist() == [2, 1, 2, 1]
+    index.add(Counter(terms_of("17 ported")))
+    index.set_active(np.arange(5))
+    assert index.n_rare.tolist() == [1, 1, 2, 1, 2]
+    assert kept.tolist() == [2, 1, 2, 1], "a value that was returned does not change"
+    index.set_active(np.array([0, 2, 3, 4]))
+    for _ in range(2):
+        index.n_rare[:] = 9
+        assert index.n_rare[[0, 2, 3, 4]].tolist() == [2, 2, 1, 2]
     assert InvertedIndex().n_rare.tolist() == []
 
 

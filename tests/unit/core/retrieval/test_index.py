@@ -199,11 +199,14 @@ def test_a_strong_word_match_outweighs_a_vector() -> None:
 
 def test_rarity_is_the_share_of_twelve_rare_words_and_follows_the_blocks() -> None:
     few, many = block(0, "alpha beta gamma"), block(1, " ".join(f"name{i}" for i in range(20)))
+    again = [block(turn, "alpha beta gamma") for turn in range(2, 9)]
     index = Index()
     assert index.rarity(BlockTable([few, many])).tolist() == [0.25, 1.0]
-    for turn in range(2, 9):  # the same text again and again, each time under another label
-        index.rarity(BlockTable([many, block(turn, "alpha beta gamma")]))
+    for other in again:  # another text in the place of the first
+        index.rarity(BlockTable([many, other]))
     assert index.rarity(BlockTable([few, many])).tolist() == [0.25, 1.0]
+    expected = [0.0, 1.0, *[0.0] * 3, *[0.25] * 4]
+    assert index.rarity(BlockTable([few, many, *again])).tolist() == expected
     assert index.rarity(BlockTable()).tolist() == []
 
 
