@@ -9,20 +9,20 @@ fits into the budget are left out. The engine runs in this process (`bench/engin
 model answers.
 
 `words` is the share of all such words that are present, `whole` that of the turns with all of them.
-`runs` is the share of the runs of six words that one to three earlier messages have, too: text that
-is copied, whether its words are rare or not. A policy that keeps rare words loses there.
+`runs` is the share of the runs of six words that any earlier message has, too: text that is copied,
+whether it is rare or not. A policy that keeps rare words loses there.
 Arms: settings of the proxy as in `bench.evidence`, and fills of the budget with whole messages
 beside the system prompt, the last message of the user, the last answer and what follows it:
 `newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
-result; `oracle`, by how many of the words a message has for its length. `random` has blocks of 64
-tokens beside these instead. Each answer is decoded as text, as one that another server has
-generated. Sessions are for tuning or for reporting, see the data. None of them has reminders of the
-client.
+result; `oracle`, by how many of the words, not of the runs, a message has for its length. `random`
+has blocks of 64 tokens beside these instead. Each answer is decoded as text, as one that another
+server has generated. Sessions are for tuning or for reporting, see the data. None of them has
+reminders of the client.
 
 *Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
 *Fails* when, of a split and share, the lower 95 % bound of the paired difference in whole turns to
 the best fill but the oracle, or to `no recall`, is not above -3 points; and when the share of words
-is less than there."""
+or of runs is less than there."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ class Session:
             self.starts.append(self.starts[-1] + len(encoded.ids))
 
     def repeated(self, answer: int, of_runs: bool = False) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the rare words, or runs, of an answer that earlier messages have, and where.
+        """Return the rare words, or all runs, of an answer that earlier messages have, and where.
 
         Of a longer answer the first 6,000 characters are read.
         """
         found, text = {}, self.texts[answer][:_ANSWER_CHARS]
         for key in dict.fromkeys(runs(text).values() if of_runs else _WORD.findall(text)):
             occurrences = [place for place in self._occurrences[key] if place[0] < answer]
-            if 0 < len({at for at, _, _ in occurrences}) <= _RARE:
+            if occurrences and (of_runs or len({at for at, _, _ in occurrences}) <= _RARE):
                 found[key] = occurrences
         return found
 
@@ -178,7 +178,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                 found |= {(arm, at): rows for arm, rows in session.fills(at, budget) if arm in arms}
                 for arm in arms:
                     copied = session.present(at, found[arm, at], of_runs=True)
-                    if present := session.present(at, found[arm, at]):
+                    present = session.present(at, found[arm, at])
+                    if present or copied:
                         yield {
                             "split": each["split"], "conversation": each["id"], "share": share,
                             "question": at, "arm": arm, "words": len(present),
@@ -193,27 +194,28 @@ def report(args: argparse.Namespace, rows: Sequence[Row]) -> Report:
     table, missed = list[dict[str, Any]](), list[str]()
     for split, share in dict.fromkeys((row["split"], row["share"]) for row in rows):
         cell = [row for row in rows if (row["split"], row["share"]) == (split, share)]
-        of = dict[str, dict[str, Any]]()
+        of, with_words = dict[str, dict[str, Any]](), [row for row in cell if row["words"]]
         for arm in dict.fromkeys(row["arm"] for row in cell):
             mine = [row for row in cell if row["arm"] == arm]
             words, n_runs = (sum(row[key] for row in mine) for key in ("words", "runs"))
             of[arm] = {
-                "split": split, "share": share, "arm": arm, "turns": len(mine), "n_words": words,
-                "words": round(100 * sum(row["present"] for row in mine) / words, 1),
-                "whole": percent(row["whole"] for row in mine), "n_runs": n_runs,
+                "split": split, "share": share, "arm": arm, "n_words": words,
+                "turns": sum(row["arm"] == arm for row in with_words),
+                "words": round(100 * sum(row["present"] for row in mine) / max(1, words), 1),
+                "whole": percent(row["whole"] for row in mine if row["words"]), "n_runs": n_runs,
                 "runs": round(100 * sum(row["copied"] for row in mine) / max(1, n_runs), 1),
             }  # fmt: skip
         for arm in of if DEFAULT.arm in of else ():
             if arm != DEFAULT.arm:
-                of[arm]["default minus"] = paired_difference(cell, DEFAULT.arm, arm)
+                of[arm]["default minus"] = paired_difference(with_words, DEFAULT.arm, arm)
         fills = [arm for arm in FILLS[:-1] if arm in of]
         best = [max(fills, key=lambda arm: of[arm]["whole"])] if fills else []
         for arm in [*best, *(arm for arm in ("no recall",) if arm in of)]:
             low = of[arm].get("default minus", {"low": 0.0})["low"]
             if low is not None and low <= LEAST_POINTS:
                 missed.append(f"{split} 1/{share}: whole turns against {arm}")
-            if DEFAULT.arm in of and of[DEFAULT.arm]["words"] < of[arm]["words"]:
-                missed.append(f"{split} 1/{share}: words against {arm}")
+            missed += [f"{split} 1/{share}: {key} against {arm}" for key in ("words", "runs")
+                       if DEFAULT.arm in of and of[DEFAULT.arm][key] < of[arm][key]]  # fmt: skip
         table += of.values()
     columns = ("split", "share", "arm", "turns", "n_words", "words", "whole", "n_runs", "runs")
     return Report({"cells": table}, missed, rows=table, said=record.table(table, columns))

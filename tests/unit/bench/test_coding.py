@@ -44,6 +44,9 @@ def test_runs_of_six_words_count_that_earlier_messages_have() -> None:
     assert session.present(5, [(0, session.starts[2])], of_runs=True) == [True]
     assert session.present(5, [(0, session.starts[2] - 4)], of_runs=True) == [False]
     assert not coding.runs("five words are too few")
+    often = Session([*[MESSAGES[0]] * 4, *MESSAGES[1:], copied])
+    assert "open_requests" not in often.repeated(8)
+    assert list(often.repeated(8, of_runs=True)) == [run], "however many messages have it"
 
 
 def test_a_fill_has_the_question_and_the_results_first() -> None:
@@ -62,7 +65,7 @@ def row(arm: str, whole: bool, conversation: int) -> dict[str, Any]:
     return {
         "split": "tuning", "share": 4, "arm": arm, "conversation": str(conversation),
         "question": 1, "words": 2, "present": 2 if whole else 1, "whole": whole,
-        "runs": 0, "copied": 0,
+        "runs": 5, "copied": 4 if whole else 3,
     }  # fmt: skip
 
 
@@ -72,7 +75,17 @@ def test_less_than_without_the_ranking_misses_the_bars(is_worse: bool) -> None:
     rows += [row("no recall", True, i) for i in range(9)]
     report = coding.report(argparse.Namespace(), rows)
     assert bool(report.missed) is is_worse
-    assert {one["arm"]: one["whole"] for one in report.summary["cells"]}["no recall"] == 100.0
+    assert any("runs" in one for one in report.missed) is is_worse
+    (cell,) = (one for one in report.summary["cells"] if one["arm"] == "no recall")
+    assert (cell["words"], cell["whole"], cell["runs"], cell["turns"]) == (100.0, 100.0, 80.0, 9)
+
+
+def test_a_turn_without_rare_words_counts_for_runs_alone() -> None:
+    without = row("default", True, 1) | {"words": 0, "present": 0, "copied": 1}
+    report = coding.report(argparse.Namespace(), [row("default", False, 0), without])
+    (cell,) = report.summary["cells"]
+    assert (cell["turns"], cell["n_words"], cell["words"], cell["whole"]) == (1, 2, 50.0, 0.0)
+    assert (cell["n_runs"], cell["runs"]) == (10, 40.0)
 
 
 def test_the_sessions_are_of_two_splits_and_end_with_an_answer() -> None:
