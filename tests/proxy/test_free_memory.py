@@ -21,6 +21,7 @@ PATH = "/v1/chat/completions"
 COMMAND = """
 from evoke_proxy.web import garbage_collection
 garbage_collection._INTERVAL_S = garbage_collection._WORTH_IT_S = 1.0
+garbage_collection._TRIM_INTERVAL_S = 1.0
 from evoke_proxy.cli.main import main
 main()
 """

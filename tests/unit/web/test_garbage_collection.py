@@ -115,3 +115,33 @@ def test_nothing_is_collected_while_nothing_was_made(
         collecting.stop()
 
     asyncio.run(run())
+
+
+def test_free_pages_go_back_only_while_no_request_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once after requests, also where no object had to be collected."""
+    trims: list[int] = []
+    monkeypatch.setattr(garbage_collection, "return_free_pages", lambda: trims.append(1))
+    monkeypatch.setattr(garbage_collection, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(garbage_collection, "_TRIM_INTERVAL_S", 0.1)
+    for limit in ("_WORTH_IT_S", "_OVERDUE_S"):  # a collection is overdue all the time
+        monkeypatch.setattr(garbage_collection, limit, 0.001)
+
+    async def run() -> None:
+        requests = ActiveRequests(lambda: False)
+        collecting = DeferredCollection(lambda: requests.idle_s)
+        collecting.start()
+        await asyncio.sleep(0.3)
+        assert not trims, "no request has run"
+        for n_before in (0, 1):
+            with requests.track():
+                lists = [[i] for i in range(20_000)]
+                await asyncio.sleep(0.3)
+                assert len(trims) == n_before, f"{len(lists)} lists"
+            async with asyncio.timeout(30):
+                while len(trims) == n_before:
+                    await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        assert len(trims) == 2
+        collecting.stop()
+
+    asyncio.run(run())
