@@ -28,7 +28,7 @@ def use_one_heap() -> None:
 def return_free_pages() -> None:
     """Return free pages of the heap to the system, also those between memory in use.
 
-    Took 0.1 to 16 ms for 50 MB, during which other threads cannot allocate, and 0.3 s for 480 MB
+    Took 0.1 to 23 ms for 50 MB, during which other threads cannot allocate, and 0.2 s for 480 MB
     in pieces of 8 KB.
     """
     _call("malloc_trim", ctypes.c_size_t(0))

@@ -26,7 +26,7 @@ _INTERVAL_S = 5.0
 # load they are few: then so many seconds since the last full one, in which there was one of them.
 _WORTH_IT, _OVERDUE = 1000, 10_000
 _WORTH_IT_S, _OVERDUE_S = 60.0, 3600.0
-# Seconds between two returns of free pages. Each stops the process: up to 16 ms with 50 MB free,
+# Seconds between two returns of free pages. Each stops the process: up to 23 ms with 50 MB free,
 # tenths of a second with hundreds of MB in small pieces.
 _TRIM_INTERVAL_S = 60.0
 # Collections of the first generation between two of the second, which then take at most 3 ms.
