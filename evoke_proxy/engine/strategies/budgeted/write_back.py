@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds before copying begins: most clients that send their next request at once have sent it.
 _PAUSE_S = 0.02
+# Seconds between two attempts to lease a slot that other background work has.
+_RETRY_S = 0.1
 # The most tokens of one call, or one larger block: a call blocks decoding for milliseconds.
 _BATCH_TOKENS = 256
 # Share of the host memory for copies that is left free for blocks that a plan evicts.
@@ -69,7 +71,11 @@ class WriteBack:
             self._tasks.run(self._run(), "copying blocks")
 
     async def _run(self) -> None:
-        """Copy the waiting conversations one by one until a request arrives."""
+        """Copy the waiting conversations one by one until a request arrives.
+
+        While other background work has the slot of one, such as the check of saving after a restart
+        of llama-server, it is tried again: no request may come whose end would start this.
+        """
         try:
             await asyncio.sleep(_PAUSE_S)
             while self._waiting:
@@ -81,7 +87,10 @@ class WriteBack:
                 lease = self._lease(slot, conversation, calls.blocks)
                 if lease is None:
                     self._waiting.setdefault(conversation.id, (conversation, calls))
-                    return
+                    if self._slots.is_closed or not self._slots.pool.idle():
+                        return
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 result = "interrupted"
                 job = SlotJob(conversation=conversation, calls=calls, lease=lease)
                 async with lease:
