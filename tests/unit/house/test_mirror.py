@@ -26,7 +26,6 @@ TESTED_WHERE_THEY_RUN: Mapping[str, str] = {
     "engine/strategies/budgeted/planner.py": "proxy/test_budget.py",
     "engine/strategies/budgeted/shared_prefixes.py": "proxy/test_shared_prefixes.py",
     "engine/strategies/budgeted/shared_states.py": "proxy/test_shared_states.py",
-    "engine/strategies/budgeted/write_back.py": "proxy/test_writeback.py",
     "engine/strategies/slot_assignment.py": "proxy/test_slot_placement.py",
     "engine/strategies/snapshots/shared_beginnings.py": "proxy/test_shared_beginnings.py",
     "engine/strategies/snapshots/slot_placement.py": "proxy/test_snapshots.py",
