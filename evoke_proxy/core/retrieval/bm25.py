@@ -176,8 +176,7 @@ class InvertedIndex:
         self._n_rare = array("q")
         # Of the active documents, where some are not; computed when it is first needed.
         self._n_rare_of_active: Positions | None = None
-        # By stem: how many documents contain it, and the last four of these, each at its number
-        # among them modulo 4.
+        # By stem: how many documents contain it, and a ring of the last four of these.
         self._frequencies = array("q")
         self._last_documents = array("q")
         self._postings: dict[str, _Postings] = {}
@@ -220,7 +219,10 @@ class InvertedIndex:
         return number
 
     def _count_rare(self, document: int) -> None:
-        """Count the stems of a new document as rare in it, and no longer in one long before it."""
+        """Count all stems of a new document as rare in it.
+
+        The document that now has more than three later ones with a stem loses that stem.
+        """
         stems, n_rare = self._content_stems[document], self._n_rare
         frequencies, last_documents = self._frequencies, self._last_documents
         for number in stems:

@@ -73,8 +73,9 @@ class WriteBack:
     async def _run(self) -> None:
         """Copy the waiting conversations one by one until a request arrives.
 
-        While other background work has the slot of one, such as the check of saving after a restart
-        of llama-server, it is tried again: no request may come whose end would start this.
+        Other background work may have a slot, such as the check of saving after a restart of
+        llama-server. Copying then waits for it and does not end, because the end of the next
+        request, which would start it again, may be hours away.
         """
         try:
             await asyncio.sleep(_PAUSE_S)
