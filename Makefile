@@ -15,7 +15,7 @@ INSTALL  = { $(UV) -e '.[$(EXTRAS)]' 2>/dev/null || $(PIP) -e '.[$(EXTRAS)]'; }
 ARGS   ?=
 PIN    := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-header
 
-BENCHES := support latency copies limit overhead stall placement quality evidence tasks session restart soak growth agent
+BENCHES := support latency copies limit overhead stall placement quality evidence tasks coding traces session restart soak growth agent
 
 .PHONY: demo proof test check docs bench fuzz fuzz-parsers isolation patches-check test-matrix help venv build release requirements tools clean
 
@@ -53,6 +53,7 @@ check: venv
 ##@ Recall: does the model see what the question needs
 ## make bench-evidence  labelled evidence in real conversations: is it in the cache, by budget
 ## make bench-tasks     many values, several hops, pronouns, inference: are all needed messages in the cache
+## make bench-coding    what a coding agent repeats in its next message: is it in the cache, by budget
 ## make bench-quality   recall on a budget, by policy; ARGS=--quick for a minute of it,
 ##                      ARGS=ceilings for what the model knows, ARGS=unseen, ARGS=hybrid, ARGS=crossover
 ## make bench-placement recall by position of a recovered block, by distance
@@ -70,6 +71,8 @@ check: venv
 ## make bench-limit     longest generation and parallel conversations in few cells; ARGS=shift for what
 ##                      context shift loses
 ## make bench-support   memory types and what they support: writes patches/SUPPORT.md
+## make bench-traces    recorded agents on few slots: tokens decoded again, compared with llama-server's RAM
+##                      cache; ARGS=--quick for a minute of it
 ## make bench-agent     a coding agent on a budget: decoded and recovered tokens, bit-exact
 ## make bench-soak      many agents for 10 minutes; ARGS='--seconds 9000 --faults 60' for hours of faults
 ## make bench           all benches, hours
