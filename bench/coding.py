@@ -16,8 +16,8 @@ beside the system prompt, the last message of the user, the last answer and what
 `newest`; `bm25`, by the last message of the user, the last answer, and the beginning of each
 result; `oracle`, by how many of the words, not of the runs, a message has for its length. `random`
 has blocks of 64 tokens beside these instead. Each answer is decoded as text, as one that another
-server has generated. Sessions are for tuning or for reporting, see the data. None of them has
-reminders of the client.
+server has generated. Sessions are for tuning or for reporting, see the data. None has reminders of
+the client; `--notes` adds messages in which the client says that a file has changed.
 
 *Against* the fills, and the proxy without the ranking (`no recall`) or recovery (`discard`).
 *Fails* when, of a split and share, the lower 95 % bound of the paired difference in whole turns to
@@ -34,6 +34,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,17 @@ _RARE, _ANSWER_CHARS, _RESULT_CHARS, _ASKED_CHARS = 3, 6000, 700, 1500
 _WORD, _ANY_WORD = re.compile(r"[A-Za-z_]\w{4,}|\d{3,}"), re.compile(r"\w+")
 _RUN = 6
 _SYSTEM = {"role": "system", "content": "You are a coding agent. Read a file before you edit it."}
+_NOTE = "<system-reminder>\nNote: {} was modified by a linter.\n{}\n</system-reminder>"
 Json = Mapping[str, Any]
+
+
+def with_notes(messages: Sequence[Json]) -> Iterator[Json]:
+    """Yield messages; after about every second step's results one says that a file has changed."""
+    for i, (one, after) in enumerate(pairwise([*messages, {}])):
+        yield one
+        if i % 4 < 2 and one["role"] == "tool" != after.get("role"):
+            note = _NOTE.format(f"/home/user/file{i % 7}.go", one["content"][:400])
+            yield {"role": "user", "content": note}
 
 
 def printed(message: Json) -> dict[str, str]:
@@ -164,7 +175,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     for each in sessions():
         if args.split not in (each["split"], "both"):
             continue
-        session = Session(each["messages"])
+        session = Session([*(with_notes if args.notes else iter)(each["messages"])])
         for share in args.shares:
             budget = session.starts[-1] // share
             turns = [at for at in session.answers if session.starts[at] > budget]
@@ -225,7 +236,8 @@ BENCH = Bench(
     "coding", __doc__, "--split tuning --shares 8 --arms 'default,no recall'", measure, report, (),
     (option("--split", "both", choices=("tuning", "reporting", "both")),
      option("--shares", "4,8,16", "budgets, as 1/share of a session", type=numbers),
-     option("--arms", "", "separated by commas (all)", type=listed)),
+     option("--arms", "", "separated by commas (all)", type=listed),
+     option("--notes", False, "the client says when files have changed")),
 )  # fmt: skip
 
 if __name__ == "__main__":

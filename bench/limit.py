@@ -39,12 +39,8 @@ from evoke_proxy.demo.session import SYSTEM, Fact, draw_fact
 from evoke_proxy.models import bundled_model
 from evoke_proxy.server_build import ensure_server
 
-ARMS = {
-    "off": (),
-    "streaming": ("--kv-eviction", "1"),
-    "scored": ("--kv-eviction", "2"),
-    "attention": ("--kv-eviction", "3"),
-}
+_MODES = ("streaming", "scored", "attention")
+ARMS = {"off": [], **{arm: ["--kv-eviction", str(mode)] for mode, arm in enumerate(_MODES, 1)}}
 SLOTS = 32
 _COUNTS = (1, 2, 4, 8, 16, 32)
 

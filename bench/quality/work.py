@@ -359,10 +359,7 @@ class Work:
     def _lane(self, sessions: queue.SimpleQueue[list[Unit]]) -> None:
         """Run session after session on one server."""
         logs = self.journal.path.parent / "quality-logs"
-        with (
-            stack(self.server, self.model, self.options, logs) as running,
-            suppress(queue.Empty),
-        ):
+        with stack(self.server, self.model, self.options, logs) as running, suppress(queue.Empty):
             while units := sessions.get_nowait():
                 reading = read(running.upstream, units[0].script)
                 for unit in units:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bench import coding
-from bench.coding import Session
+from bench.coding import Session, with_notes
 
 CALL = {"function": {"name": "Read", "arguments": '{"file_path": "src/parse_queue.py"}'}}
 MESSAGES: list[dict[str, Any]] = [
@@ -17,6 +17,14 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "tool", "content": "MAX_WAITING = 4096\n" + "filler text\n" * 40},
     {"role": "assistant", "content": "MAX_WAITING limits open_requests, not other_things: 4096."},
 ]
+
+
+def test_a_note_of_a_changed_file_follows_every_second_result() -> None:
+    steps = [*MESSAGES[:3], MESSAGES[1], MESSAGES[2], MESSAGES[2], MESSAGES[3]]
+    noted = list(with_notes(steps))
+    assert [one for one in noted if one in steps] == steps
+    (at,) = (i for i, one in enumerate(noted) if one not in steps)
+    assert at == 6 and noted[at]["role"] == "user" and "MAX_WAITING" in noted[at]["content"]
 
 
 def test_words_of_an_answer_count_that_earlier_messages_have() -> None:
