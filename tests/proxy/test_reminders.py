@@ -62,3 +62,29 @@ def test_the_words_of_the_user_come_back_without_the_reminder_beside_them(
     assert "CLAUDE.md" in blocks[0].aliases
     assert states[blocks[0].span.start] == "resident"
     assert patched_proxy.metric("evoke_budget_breach_total") == 0
+
+
+def test_files_that_change_during_a_task_do_not_replace_what_the_user_asked_for(
+    patched_proxy: RunningProxy,
+) -> None:
+    """Claude Code tells of each change of a file in a message of its own after results of tools."""
+    task = "Rename the variable kappa7 in each file of the repository, and keep a list of them."
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Hello. {FILLER}"}]
+    messages.append({"role": "assistant", "content": f"Hello. {FILLER}"})
+    messages.append({"role": "user", "content": task})
+    for number in range(8):
+        call = {"name": "read", "arguments": json.dumps({"path": f"src/part{number}.py"})}
+        made = {"id": f"call{number}", "type": "function", "function": call}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [made]})
+        result = {"role": "tool", "tool_call_id": made["id"], "content": f"{number}. {FILLER}"}
+        note = f"Note: /repo/src/part{number}.py was modified by a linter.\n{number}: {FILLER}"
+        changed = f"<system-reminder>\n{note}\n</system-reminder>"
+        messages += [result, {"role": "user", "content": changed}]
+        _ask(patched_proxy, "/v1/chat/completions", messages)
+    (conversation,) = (each for each in patched_proxy.gateway.server.conversations)
+    detail = ask(patched_proxy.port, "GET", f"/evoke/sessions/{conversation.id}").body
+    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
+    blocks = conversation.session.layout.blocks
+    asked = [states[each.span.start] for each in blocks if "kappa7" in each.text]
+    assert asked and set(asked) == {"resident"}
+    assert "saved_ram" in states.values()

@@ -62,6 +62,7 @@ class _Columns(NamedTuple):
     preferred: Mask
     priority: FloatArray
     reminders: Mask
+    added: Mask
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> _Columns:
@@ -75,6 +76,7 @@ class _Columns(NamedTuple):
             preferred=np.array([block.preferred for block in blocks], np.bool_),
             priority=np.array([block.priority for block in blocks], np.float64),
             reminders=np.array([block.is_reminder for block in blocks], np.bool_),
+            added=np.array([block.is_added or block.is_reminder for block in blocks], np.bool_),
         )
 
     def sliced(self, part: slice) -> _Columns:
@@ -99,7 +101,7 @@ class BlockTable(Sequence[Block]):
         roles: role of each block as an index into ROLES [n].
         pinned, preferred: the client's marks [n].
         priority: factor of each block's keep-score [n].
-        reminders: which blocks a client has added to a message [n].
+        reminders: which blocks are reminders that a client has added to a message [n].
         copied: whether the host pool has a copy of each block [n]; false in a new table.
     """
 
@@ -173,8 +175,30 @@ class BlockTable(Sequence[Block]):
 
     @property
     def reminders(self) -> Mask:
-        """Which blocks a client has added to a message [n]."""
+        """Which blocks are reminders that a client has added to a message [n]."""
         return self._columns.reminders
+
+    @property
+    def authors(self) -> Positions:
+        """Who has written each block, as an index into ROLES [n].
+
+        It is the role, but for messages of the user that have nothing but what a client has added:
+        their author is a tool. After the results of tools, coding agents send what has changed in a
+        file as such a message.
+        """
+        is_user, added = self.roles == _USER, self._columns.added
+        if not (is_user & added).any():
+            return self.roles
+        said = np.unique(self.messages[is_user & ~added])
+        is_said = np.isin(self.messages, said)
+        authors: Positions = np.where(is_user & ~is_said, _TOOL, self.roles)
+        return authors
+
+    @property
+    def of_user(self) -> Mask:
+        """Which blocks are of messages that the user has written, without reminders [n]."""
+        of_user: Mask = (self.authors == _USER) & ~self.reminders
+        return of_user
 
     @property
     def begins_part(self) -> Mask:
@@ -261,8 +285,8 @@ class BlockTable(Sequence[Block]):
         """Index of the first block of the question: of the last message.
 
         When the last message is a tool result, the question begins with the first of the tool
-        results that directly precede it. Last messages of reminders alone belong to the message of
-        a tool or the user before them. 0 without blocks.
+        results that directly precede it. Last messages of what a client has added alone belong to
+        the message of a tool or the user before them. 0 without blocks.
         """
         if self._question is None:
             self._question = self._found_question()
@@ -279,7 +303,7 @@ class BlockTable(Sequence[Block]):
 
     def _last_own(self) -> int:
         """Index of the last block that the client has not added to what a tool or the user said."""
-        own = (~(self.reminders & (self.roles == _USER))).nonzero()[0]
+        own = ((self.roles != _USER) | self.of_user).nonzero()[0]
         is_said = len(own) > 0 and self.roles[own[-1]] in (_USER, _TOOL)
         return int(own[-1]) if is_said else len(self) - 1
 

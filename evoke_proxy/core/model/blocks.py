@@ -77,8 +77,9 @@ class Block:
         pinned: whether the block must stay resident.
         preferred: whether the client marked its message "prefer".
         priority: factor of its keep-score, which the client sets for a turn.
-        is_reminder: whether it is a part of what a client adds to messages of the user or of
-            tools, see core/request/client_text.py.
+        is_reminder: whether it is a part of a reminder that a client adds to messages of the user
+            or of tools, see core/request/client_text.py. No question is about it.
+        is_added: whether it is a part of what a client adds to a message: a reminder, or a file.
     """
 
     display_name: str
@@ -93,6 +94,7 @@ class Block:
     preferred: bool = False
     priority: float = 1.0
     is_reminder: bool = False
+    is_added: bool = False
 
     def pieces(self, n_tokens: int) -> Iterator[Block]:
         """Yield parts of at most `n_tokens` with labels of their own; nothing if the block fits."""

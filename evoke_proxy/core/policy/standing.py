@@ -101,16 +101,10 @@ def most_essential_tokens(blocks: BlockTable, files: Sequence[str], room: int) -
 
 def _task_start(blocks: BlockTable) -> int:
     """Return the index of the first block of the user's last message; `len(blocks)` without one."""
-    users = np.flatnonzero(_of_user(blocks))
+    users = np.flatnonzero(blocks.of_user)
     return (
         int(blocks.messages.searchsorted(blocks.messages[users[-1]])) if len(users) else len(blocks)
     )
-
-
-def _of_user(blocks: BlockTable) -> Mask:
-    """Return the blocks [n] that the user has written, without reminders."""
-    of_user: Mask = (blocks.roles == _USER) & ~blocks.reminders
-    return of_user
 
 
 def rule_blocks(view: PolicyView, room: Room) -> Mask:
@@ -128,7 +122,7 @@ def rule_blocks(view: PolicyView, room: Room) -> Mask:
         n_left = room.n_tokens
         _take(stays, blocks, indexes, int(_SYSTEM_SHARE * n_left))
     stays |= _rules(view, room.n_tokens, n_left)
-    asked = stays | (running_task(blocks) & _of_user(blocks))
+    asked = stays | (running_task(blocks) & blocks.of_user)
     return asked if room.left(asked) >= 0 else stays
 
 
@@ -247,7 +241,7 @@ def live_blocks(view: PolicyView, room: Room, rules: Mask) -> Mask:
     end = blocks.question_start
     users = np.zeros(0, np.int64)
     if end and blocks.is_step:
-        users = np.flatnonzero(_of_user(blocks)[:end])
+        users = np.flatnonzero(blocks.of_user[:end])
     is_task = len(users) > 0
     if is_task:
         asked = users[blocks.messages[users] == blocks.messages[users[-1]]]

@@ -204,12 +204,12 @@ def keep_scores(
 ) -> FloatArray:
     """Return how much each block [n] is worth keeping, in [0, 1], independent of the query.
 
-    The worth is m + (1 - m) s, for the minimum m of the block's role (0 of reminders) and the
+    The worth is m + (1 - m) s, for the minimum m of the block's author (0 of reminders) and the
     weighted mean s of the available signals, times the block's priority, and times 2 when it is
     preferred; at most 1. Sinks and pinned blocks are worth 1.
     """
     blocks = view.blocks
-    least = np.where(blocks.reminders, 0.0, _MIN_WORTH_BY_ROLE[blocks.roles])
+    least = np.where(blocks.reminders, 0.0, _MIN_WORTH_BY_ROLE[blocks.authors])
     worth = (least + (1 - least) * _mean_signal(view, weights)) * blocks.priority
     worth = np.minimum(1.0, worth * np.where(blocks.preferred, _PREFERRED_FACTOR, 1.0))
     scores: FloatArray = np.where(blocks.pinned | (blocks.starts < sink_tokens), 1.0, worth)
@@ -219,7 +219,7 @@ def keep_scores(
 def _mean_signal(view: PolicyView, weights: KeepWeights) -> FloatArray:
     """Return the weighted mean [n] of the available signals, in [0, 1]; 0 without any."""
     focus = rarity = None
-    is_result = view.blocks.roles == _TOOL
+    is_result = view.blocks.authors == _TOOL
     if weights.focus > 0:
         focus = view.index.topic_similarity(view.task.focus, view.blocks)
     if weights.rarity > 0 and is_result.any():

@@ -499,6 +499,7 @@ def _block(draft: Draft, turn: int, label: str) -> Block:
         text=draft.text,
         aliases=draft.aliases,
         is_reminder=draft.is_reminder,
+        is_added=draft.is_added,
     )
 
 

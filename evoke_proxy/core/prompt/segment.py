@@ -12,7 +12,11 @@ from itertools import accumulate, chain
 from evoke_proxy.core.model.block_table import Positions
 from evoke_proxy.core.model.blocks import Role, Span, clipped
 from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
-from evoke_proxy.core.request.client_text import elements_of, without_reminders
+from evoke_proxy.core.request.client_text import (
+    elements_of,
+    has_only_additions,
+    without_reminders,
+)
 from evoke_proxy.core.request.messages import Message, ToolCall
 
 # Characters that are added to a part at an end whose position in the text is an estimate.
@@ -53,6 +57,7 @@ class Draft:
     text: str
     aliases: tuple[str, ...]
     is_reminder: bool = False
+    is_added: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +120,7 @@ def cut(
                     text.of(span),
                     (*name.aliases, *text.rules_files(span)),
                     text.is_reminder(span),
+                    text.is_added(span),
                 )
             )
     return drafts
@@ -183,6 +189,7 @@ class _MessageText:
         self._media_tokens = [0, *accumulate(map(len, self.media))]
         self._text = text
         self._elements = elements
+        self._is_all_added = item.role is Role.USER and has_only_additions(message.printed)
         self._rules = [each for each in elements if each.rules_files][:_MAX_RULES]
         # The tokens of what the client has added in lines of its own, and of reminders among it.
         self.added: Sequence[Span] = ()
@@ -218,8 +225,11 @@ class _MessageText:
 
     def is_reminder(self, part: Span) -> bool:
         """Whether a block is a part of a reminder."""
-        at = bisect_right(self._reminders, part.start, key=lambda each: each.start) - 1
-        return at >= 0 and part.end <= self._reminders[at].end
+        return _is_within(part, self._reminders)
+
+    def is_added(self, part: Span) -> bool:
+        """Whether a block is a part of what the client has added: a reminder, or a file."""
+        return self._is_all_added or _is_within(part, self.added)
 
     def rules_files(self, part: Span) -> Sequence[str]:
         """The paths and names of the files with rules for agents that a block has a part of."""
@@ -238,6 +248,12 @@ class _MessageText:
     def _text_position(self, position: int) -> int:
         """The position if the images and sounds of the message had no tokens."""
         return position - self._media_tokens[bisect_right(self._media_ends, position)]
+
+
+def _is_within(part: Span, spans: Sequence[Span]) -> bool:
+    """Whether a span lies in one of these ascending, disjoint spans."""
+    at = bisect_right(spans, part.start, key=lambda each: each.start) - 1
+    return at >= 0 and part.end <= spans[at].end
 
 
 def _printed(message: Message, span: Span, sentence_starts: Sequence[int] | Positions) -> str:

@@ -18,7 +18,7 @@ from evoke_proxy.core.request import messages
 from evoke_proxy.core.request.client_text import (
     asked_text,
     both_ends,
-    has_only_reminders,
+    has_only_additions,
     searched_text,
 )
 from evoke_proxy.core.request.converters import MESSAGE_FIELDS
@@ -249,10 +249,10 @@ def _is_batch(prompt: list[Any]) -> bool:
 
 
 def _asked_or_found(message: Message) -> str:
-    """What a message of the user or of a tool is searched for; "" for reminders of a client."""
+    """What a message of the user or of a tool is searched for; "" for what a client has added."""
     if message.role is not Role.USER:
         return message.text
-    return "" if has_only_reminders(message.text) else asked_text(message.text)
+    return "" if has_only_additions(message.text) else asked_text(message.text)
 
 
 def _all_arguments(answer: Message | None) -> list[str]:

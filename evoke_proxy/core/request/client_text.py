@@ -180,17 +180,17 @@ def asked_text(text: str) -> str:
     return text
 
 
-def has_only_reminders(text: str) -> bool:
-    """Return whether a message of the user has nothing but reminders that no question is about.
+def has_only_additions(text: str) -> bool:
+    """Return whether a message of the user has nothing but what a client has added to it.
 
-    Coding agents send such messages after the results of tools. An empty text, or one that is
-    longer than what is read of a question, has none.
+    Coding agents send such messages after the results of tools: reminders, or the new contents of
+    a file. An empty text, or one that is longer than what is read of a question, has none.
     """
     if len(text) > 2 * _MAX_CHARS or not text.rstrip().endswith(">"):
         return False
     end = 0
     for element in elements_of(text, Role.USER):
-        if not element.is_reminder or text[end : element.start].strip():
+        if not element.is_added or text[end : element.start].strip():
             return False
         end = element.end
     return end > 0 and not text[end:].strip()

@@ -58,16 +58,19 @@ class TextAnalysis:
     names: Names
 
     @classmethod
-    def of(cls, text: str, role: Role, is_reminder: bool = False) -> TextAnalysis:
-        """Analyse the text of a block of this role; of a reminder the user has written nothing."""
-        is_of_user = role is Role.USER and not is_reminder
+    def of(cls, text: str, role: Role, is_added: bool = False) -> TextAnalysis:
+        """Analyse the text of a block of this role.
+
+        Of what a client has added to a message the user has written nothing.
+        """
+        is_of_user = role is Role.USER and not is_added
         return cls(
             term_counts=Counter(terms_of(text)),
             searchable=phrase_text(text),
             ends_sentence=ends_sentence(text),
             instruction_points=instruction_points(text) if is_of_user else 0.0,
             is_statement=is_of_user and is_statement(text),
-            has_question_mark=any(mark in text for mark in QUESTION_MARKS) and not is_reminder,
+            has_question_mark=any(mark in text for mark in QUESTION_MARKS) and not is_added,
             names=name_stems(text),
         )
 

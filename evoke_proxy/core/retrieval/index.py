@@ -457,8 +457,8 @@ class Index:
 
     def _add(self, block: Block) -> int:
         """Add a block as a new document and return the document's number."""
-        if block.is_reminder:
-            analysis = TextAnalysis.of(block.text, block.role, is_reminder=True)
+        if block.is_added or block.is_reminder:
+            analysis = TextAnalysis.of(block.text, block.role, is_added=True)
         else:
             analysis = self.prepared.analysis(block.text, block.role)
         document = self._inverted.add(analysis.term_counts)

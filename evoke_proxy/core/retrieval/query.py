@@ -11,7 +11,7 @@ import numpy as np
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.client_text import asked_text, both_ends, has_only_reminders
+from evoke_proxy.core.request.client_text import asked_text, both_ends, has_only_additions
 from evoke_proxy.core.request.messages import Message
 from evoke_proxy.core.retrieval.encoding import SimilarWords, Vectors
 from evoke_proxy.core.retrieval.languages import (
@@ -36,8 +36,8 @@ _ANSWER_CHARS = 256
 # Several messages of the user in a row are several questions. Besides the last one, at most this
 # many before it are read.
 _MAX_EARLIER_QUESTIONS = 4
-# After so many messages with nothing but reminders no other one is looked for.
-_MAX_REMINDERS = 64
+# After so many messages that the client has added no other one is looked for.
+_MAX_ADDED = 64
 # Messages that are searched for those of the user: tool results may be any number.
 _MAX_SEARCHED = 4096
 
@@ -206,9 +206,9 @@ def query_of(request: ChatRequest) -> Query:
     last = messages[-len(run) - 1] if len(run) < len(messages) else None
     has_tools = last is not None and last.role is Role.TOOL
     n_before = len(messages) - len(run)
-    # A client may add reminders to results of tools, and to questions.
-    latest = islice(run, _MAX_REMINDERS)
-    own = (message for message in latest if not has_only_reminders(message.text))
+    # A client may add reminders and files to results of tools, and to questions.
+    latest = islice(run, _MAX_ADDED)
+    own = (message for message in latest if not has_only_additions(message.text))
     questions = list(islice(own, 1 + _MAX_EARLIER_QUESTIONS))
     if questions or has_tools:
         run = questions
@@ -385,5 +385,5 @@ def _joined_names(sentence: str) -> list[str]:
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
     for message in islice(reversed(messages), _MAX_SEARCHED):
-        if message.role is Role.USER and not has_only_reminders(message.text):
+        if message.role is Role.USER and not has_only_additions(message.text):
             yield asked_text(message.text)

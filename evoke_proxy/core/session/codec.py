@@ -40,6 +40,7 @@ _BLOCK_FIELDS = (
     "preferred",
     "priority",
     "is_reminder",
+    "is_added",
 )
 
 
@@ -63,7 +64,9 @@ class _BlockValue(TypedDict):
     pinned: bool
     preferred: bool
     priority: float
-    is_reminder: NotRequired[bool]  # earlier records have none
+    # Earlier records have none.
+    is_reminder: NotRequired[bool]
+    is_added: NotRequired[bool]
 
 
 class _HintValue(TypedDict):
@@ -387,6 +390,7 @@ def _block_row(block: Block) -> list[Any]:
         block.preferred,
         block.priority,
         block.is_reminder,
+        block.is_added,
     ]
 
 
@@ -405,6 +409,7 @@ def _block_of(values: Mapping[str, Any]) -> Block:
         preferred=row["preferred"],
         priority=row["priority"],
         is_reminder=row.get("is_reminder", False),
+        is_added=row.get("is_added", False),
     )
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.config import PolicyConfig
-from evoke_proxy.core.model.block_table import ROLES
-from evoke_proxy.core.model.blocks import Role, Span, block_of_piece, clipped, count, merged
+from evoke_proxy.core.model.blocks import Span, block_of_piece, clipped, count, merged
 from evoke_proxy.core.model.plan import Evict, Plan, Save
 from evoke_proxy.core.policy.attention import AttentionTracker
 from evoke_proxy.core.policy.lost_blocks import Refill, refills
@@ -826,6 +825,5 @@ def _task_boundary(layout: Layout, inputs: _TurnInputs) -> int | None:
     if not inputs.request.options.task_boundary:
         return None
     blocks = layout.blocks
-    is_first = (blocks.turns == inputs.number) & (blocks.roles == ROLES.index(Role.USER))
-    is_first &= ~blocks.reminders
+    is_first = (blocks.turns == inputs.number) & blocks.of_user
     return int(blocks.starts[is_first][0]) if is_first.any() else layout.generation

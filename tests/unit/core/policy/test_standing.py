@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_fixtures import FILLER, block_view
 
-from evoke_proxy.core.model.block_table import BlockTable
+from evoke_proxy.core.model.block_table import ROLES, BlockTable
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.standing import (
@@ -141,6 +141,24 @@ def test_reminders_after_results_of_tools_neither_ask_nor_begin_a_task() -> None
     assert not view.blocks.is_step and view.blocks.question_start == 11
     alone = BlockTable(replace(block, is_reminder=True) for block in view.blocks)
     assert alone.question_start == 9, "a result of a tool may have nothing else"
+
+
+def test_files_that_a_client_adds_after_results_of_tools_are_part_of_the_step() -> None:
+    roles = dict.fromkeys((3, 5, 8), Role.ASSISTANT) | dict.fromkeys((4, 6, 9, 10), Role.TOOL)
+    view = view_of(FILLER[:12], roles)
+    blocks = [replace(block, is_added=i in (7, 11)) for i, block in enumerate(view.blocks)]
+    table = BlockTable(blocks)
+    assert table.is_step and table.question_start == 9
+    assert np.flatnonzero(running_task(table)).tolist() == [2, 3, 4, 5, 6, 7, 8]
+    authors = [ROLES[code] for code in table.authors.tolist()]
+    assert [authors[i] for i in (2, 7, 11)] == [Role.USER, Role.TOOL, Role.TOOL]
+
+
+def test_a_file_beside_words_of_the_user_is_part_of_their_message() -> None:
+    view = view_of(FILLER[:4], {1: Role.ASSISTANT})
+    blocks = [replace(block, message=min(block.message, 2)) for block in view.blocks]
+    table = BlockTable([*blocks[:2], replace(blocks[2], is_added=True), blocks[3]])
+    assert table.question_start == 2 and table.of_user.tolist() == [True, False, True, True]
 
 
 def test_a_reminder_after_an_answer_or_a_system_prompt_is_the_question() -> None:

@@ -428,3 +428,12 @@ def test_the_rules_in_a_reminder_have_the_name_of_their_file() -> None:
     # A question may be about them.
     assert not any(draft.is_reminder for draft in drafts)
     assert drafts[-1].text == "Hello." and drafts[-2].text.endswith("</system-reminder>")
+
+
+def test_a_changed_file_that_a_client_adds_is_searched_and_not_of_the_user() -> None:
+    text = "<system-reminder>\nNote: a.py was modified.\nPORT = 1\n</system-reminder>"
+    drafts = _cut_lines(text, 10, Message(Role.USER, text))
+    assert [(draft.is_added, draft.is_reminder) for draft in drafts] == [(True, False)] * len(
+        drafts
+    )
+    assert "PORT = 1" in " ".join(draft.text for draft in drafts)

@@ -14,7 +14,7 @@ from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.client_text import (
     asked_text,
     elements_of,
-    has_only_reminders,
+    has_only_additions,
     searched_text,
     without_reminders,
 )
@@ -176,16 +176,16 @@ def test_a_reminder_that_is_about_a_file_is_searched(content: str) -> None:
     assert element.is_added and not element.is_reminder
 
 
-def test_a_message_has_only_reminders_when_nothing_else_is_beside_them() -> None:
-    assert has_only_reminders(REMINDER) and has_only_reminders(f"{REMINDER}\n{STATE}\n")
+def test_a_message_has_only_additions_when_nothing_else_is_beside_them() -> None:
+    assert has_only_additions(REMINDER) and has_only_additions(f"{REMINDER}\n{STATE}\n")
     for text in ("", "Hello.", f"{REMINDER}\nHello.", f"Hello.\n{REMINDER}"):
-        assert not has_only_reminders(text)
-    assert not has_only_reminders(f"{REMINDER}\n<task>\nDo it.\n</task>")
-    assert not has_only_reminders("<system-reminder>\nNote: a.py was modified.\n</system-reminder>")
+        assert not has_only_additions(text)
+    assert not has_only_additions(f"{REMINDER}\n<task>\nDo it.\n</task>")
+    assert has_only_additions("<system-reminder>\nNote: a.py was modified.\n</system-reminder>")
 
 
 def test_a_very_long_message_is_not_searched_for_reminders() -> None:
-    assert not has_only_reminders(REMINDER + " " * (1 << 18) + REMINDER)
+    assert not has_only_additions(REMINDER + " " * (1 << 18) + REMINDER)
 
 
 def test_data_between_tags_that_users_write_as_well_is_searched() -> None:
