@@ -182,21 +182,27 @@ class BlockTable(Sequence[Block]):
     def authors(self) -> Positions:
         """Who has written each block, as an index into ROLES [n].
 
-        It is the role, but for messages of the user that have nothing but what a client has added:
-        their author is a tool. After the results of tools, coding agents send what has changed in a
-        file as such a message.
+        It is the role, but for messages of the user that have nothing but what a client has added,
+        directly after a result of a tool or another message of the user: their author is a tool.
+        Coding agents send what has changed in a file as such a message.
         """
         is_user, added = self.roles == _USER, self._columns.added
         if not (is_user & added).any():
             return self.roles
         said = np.unique(self.messages[is_user & ~added])
-        is_said = np.isin(self.messages, said)
-        authors: Positions = np.where(is_user & ~is_said, _TOOL, self.roles)
+        unsaid = is_user & ~np.isin(self.messages, said)
+        follows = np.zeros(len(self), np.bool_)
+        follows[1:] = (self.roles[:-1] == _TOOL) | (self.roles[:-1] == _USER)
+        firsts = self.messages.searchsorted(self.messages)
+        authors: Positions = np.where(unsaid & follows[firsts], _TOOL, self.roles)
         return authors
 
     @property
     def of_user(self) -> Mask:
-        """Which blocks are of messages that the user has written, without reminders [n]."""
+        """Which blocks are of messages that the user has written, without reminders [n].
+
+        Files that a client has added to such a message belong to it.
+        """
         of_user: Mask = (self.authors == _USER) & ~self.reminders
         return of_user
 

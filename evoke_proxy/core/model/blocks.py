@@ -78,8 +78,9 @@ class Block:
         preferred: whether the client marked its message "prefer".
         priority: factor of its keep-score, which the client sets for a turn.
         is_reminder: whether it is a part of a reminder that a client adds to messages of the user
-            or of tools, see core/request/client_text.py. No question is about it.
-        is_added: whether it is a part of what a client adds to a message: a reminder, or a file.
+            or of tools, so that it is not searched; see core/request/client_text.py.
+        is_added: whether it is a part of what a client adds to a message: a reminder or a file; or
+            of a message of the user that has nothing else.
     """
 
     display_name: str

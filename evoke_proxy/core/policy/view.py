@@ -219,7 +219,7 @@ def keep_scores(
 def _mean_signal(view: PolicyView, weights: KeepWeights) -> FloatArray:
     """Return the weighted mean [n] of the available signals, in [0, 1]; 0 without any."""
     focus = rarity = None
-    is_result = view.blocks.authors == _TOOL
+    is_result = (view.blocks.authors == _TOOL) & ~view.blocks.reminders
     if weights.focus > 0:
         focus = view.index.topic_similarity(view.task.focus, view.blocks)
     if weights.rarity > 0 and is_result.any():

@@ -181,6 +181,7 @@ class _MessageText:
         span, text = item.span, _printed(message, item.span, rendered.sentence_starts)
         # Tags are found in the text with all line breaks.
         elements = list(elements_of(message.printed, item.role))
+        files = [each.rules_files(message.printed) for each in elements]
         if len(text) < len(message.printed):
             elements = [each.without_joints(message.joints) for each in elements]
         self.media = clipped(rendered.media, span)
@@ -189,8 +190,11 @@ class _MessageText:
         self._media_tokens = [0, *accumulate(map(len, self.media))]
         self._text = text
         self._elements = elements
-        self._is_all_added = item.role is Role.USER and has_only_additions(message.printed)
-        self._rules = [each for each in elements if each.rules_files][:_MAX_RULES]
+        # A prompt whose messages have no known spans has them all in one.
+        is_of_user = item.role is Role.USER and not self.media and bool(rendered.turn_spans)
+        self._is_all_added = is_of_user and has_only_additions(message.printed)
+        rules = zip(elements, files, strict=True)
+        self._rules = [(each, paths) for each, paths in rules if paths][:_MAX_RULES]
         # The tokens of what the client has added in lines of its own, and of reminders among it.
         self.added: Sequence[Span] = ()
         self._reminders: Sequence[Span] = ()
@@ -237,8 +241,8 @@ class _MessageText:
             return ()
         at = Span(self._text_position(part.start), self._text_position(part.end))
         start, end = self._alignment.characters(at)
-        within = (each for each in self._rules if each.start < end and start < each.end)
-        paths = dict.fromkeys(chain.from_iterable(each.rules_files for each in within))
+        within = (paths for each, paths in self._rules if each.start < end and start < each.end)
+        paths = dict.fromkeys(chain.from_iterable(within))
         return list(dict.fromkeys(chain(paths, map(_basename, paths))))
 
     def is_media(self, start: int) -> bool:

@@ -63,6 +63,17 @@ _ABOUT_FILE = re.compile(
     re.IGNORECASE,
 )
 _ABOUT_CHARS = 400
+# What stands before and after a message that the user has sent while the agent worked, in a
+# reminder of Claude Code or opencode. What stands after it is in so many characters.
+_SENT_MEANWHILE = re.compile(
+    r"\s{0,8}the user sent (?:a new|the following) message[^\n]{0,80}:[ \t]*\n", re.IGNORECASE
+)
+_ANSWER_IT = re.compile(
+    r"\n\s{0,8}(?:important: after completing your current task|please address this message)"
+    r"[^\n]*\s*\Z",
+    re.IGNORECASE,
+)
+_ANSWER_CHARS = 400
 # The lines before the contents of files with rules for agents: of Claude Code and opencode, and of
 # Codex, which names the file and its directory. They are searched in so many characters of an
 # addition, and of the text before it.
@@ -92,7 +103,7 @@ class Element:
         inner_end: Index after the last one.
         end: Index after the last character of the second tag.
         is_reminder: Whether no later question is about it, so that it is not searched.
-        rules_files: Paths of the files with rules for agents that it has the contents of.
+        is_sent: Whether it is a message that the user has sent while the agent worked.
     """
 
     name: str
@@ -101,27 +112,42 @@ class Element:
     inner_end: int
     end: int
     is_reminder: bool = False
-    rules_files: tuple[str, ...] = ()
+    is_sent: bool = False
 
     @classmethod
     def of(cls, text: str, tag: re.Match[str], inner_end: int, end: int) -> Element:
         """Return the element that begins with the tag `tag` of a text."""
         name, start, inner_start = tag[1], tag.start(1) - 1, tag.end()
-        about = min(inner_start + _ABOUT_CHARS, inner_end)
-        is_reminder = name in _REMINDER_TAGS and not _ABOUT_FILE.search(text, inner_start, about)
-        rules_files: tuple[str, ...] = ()
-        if not is_reminder and name not in _USER_TAGS | _MAYBE_USER_TAGS:
-            # Codex names the file in the line before.
-            before = max(0, start - _CHARS_BEFORE) if name == "INSTRUCTIONS" else inner_start
-            last = min(inner_start + _RULES_CHARS, inner_end)
-            paths = dict.fromkeys(_rules_files(text, before, last))
-            rules_files = tuple(islice(paths, _MAX_RULES_FILES))
-        return cls(name, start, inner_start, inner_end, end, is_reminder, rules_files)
+        is_sent = is_reminder = False
+        if name in _REMINDER_TAGS:
+            about = min(inner_start + _ABOUT_CHARS, inner_end)
+            is_sent = _SENT_MEANWHILE.match(text, inner_start, inner_end) is not None
+            is_reminder = not is_sent and not _ABOUT_FILE.search(text, inner_start, about)
+        return cls(name, start, inner_start, inner_end, end, is_reminder, is_sent)
 
     @property
     def is_added(self) -> bool:
-        """Whether its tags are those of what clients add on their own, reminders or files."""
-        return self.name in _REMINDER_TAGS
+        """Whether it is what clients add on their own: a reminder or a file."""
+        return self.name in _REMINDER_TAGS and not self.is_sent
+
+    def said(self, text: str) -> str:
+        """Return what stands between its tags in a text, without what introduces `is_sent`."""
+        inner = text[self.inner_start : self.inner_end]
+        if self.is_sent and (heading := _SENT_MEANWHILE.match(inner)) is not None:
+            end = _ANSWER_IT.search(inner, max(heading.end() - 1, len(inner) - _ANSWER_CHARS))
+            inner = inner[heading.end() : max(heading.end(), end.start()) if end else None]
+        return inner.strip()
+
+    def rules_files(self, text: str) -> Sequence[str]:
+        """Return the paths of the files with rules for agents whose contents it has in a text."""
+        if self.is_reminder or self.is_sent or self.name in _USER_TAGS | _MAYBE_USER_TAGS:
+            return ()
+        # Codex names the file in the line before.
+        is_of_codex = self.name == "INSTRUCTIONS"
+        before = max(0, self.start - _CHARS_BEFORE) if is_of_codex else self.inner_start
+        last = min(self.inner_start + _RULES_CHARS, self.inner_end)
+        paths = dict.fromkeys(_rules_files(text, before, last))
+        return tuple(islice(paths, _MAX_RULES_FILES))
 
     def without_joints(self, joints: Sequence[int]) -> Element:
         """Return it as it is in the text without the characters at these ascending indexes."""
@@ -166,9 +192,11 @@ def asked_text(text: str) -> str:
     for element in elements_of(text, Role.USER):
         others.append(text[end : element.start].strip())
         end = element.end
-        inner = text[element.inner_start : element.inner_end].strip()
+        inner = element.said(text)
         if element.name in _USER_TAGS:
             own.append(inner)
+        elif element.is_sent:
+            others.append(inner)
         elif element.name in _MAYBE_USER_TAGS:
             tasks.append(inner)
             others.append(inner)
@@ -184,9 +212,10 @@ def has_only_additions(text: str) -> bool:
     """Return whether a message of the user has nothing but what a client has added to it.
 
     Coding agents send such messages after the results of tools: reminders, or the new contents of
-    a file. An empty text, or one that is longer than what is read of a question, has none.
+    a file. A message that the user has sent while the agent worked is none. An empty text has no
+    additions.
     """
-    if len(text) > 2 * _MAX_CHARS or not text.rstrip().endswith(">"):
+    if not (text.rstrip().endswith(">") and text.lstrip().startswith("<")):
         return False
     end = 0
     for element in elements_of(text, Role.USER):

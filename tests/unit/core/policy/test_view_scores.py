@@ -89,6 +89,17 @@ def test_results_of_tools_score_by_words_without_later_copies_below_what_people_
     assert scores[2:4] == by_age[2:4], "what people say is not compared by its words"
 
 
+def test_a_changed_file_after_a_result_is_worth_as_much_as_a_result() -> None:
+    blocks = [
+        replace(at(128 + 64 * i, role), label=f"s/{i}", message=i, text="port key house")
+        for i, role in enumerate((Role.TOOL, Role.USER, Role.ASSISTANT, Role.USER))
+    ]
+    blocks[1] = replace(blocks[1], is_added=True)
+    columns = view_columns(tuple(blocks), (BlockState.RESIDENT,) * 4)
+    scores = keep_scores(PolicyView(*columns, N_TOKENS, 99_999), 16)
+    assert scores[0] == pytest.approx(scores[1], abs=0.001) and scores[3] >= 0.6 > scores[1]
+
+
 def test_sinks_and_pinned_blocks_score_1_whatever_their_priority() -> None:
     worthless = replace(BLOCK, role=Role.TOOL, priority=0.0)
     assert score(replace(worthless, span=Span(15, 79))) == 1.0

@@ -430,10 +430,36 @@ def test_the_rules_in_a_reminder_have_the_name_of_their_file() -> None:
     assert drafts[-1].text == "Hello." and drafts[-2].text.endswith("</system-reminder>")
 
 
+CHANGED = "<system-reminder>\nNote: a.py was modified.\nPORT = 1\n</system-reminder>"
+
+
 def test_a_changed_file_that_a_client_adds_is_searched_and_not_of_the_user() -> None:
-    text = "<system-reminder>\nNote: a.py was modified.\nPORT = 1\n</system-reminder>"
-    drafts = _cut_lines(text, 10, Message(Role.USER, text))
+    drafts = _cut_lines(CHANGED, 10, Message(Role.USER, CHANGED))
     assert [(draft.is_added, draft.is_reminder) for draft in drafts] == [(True, False)] * len(
         drafts
     )
     assert "PORT = 1" in " ".join(draft.text for draft in drafts)
+
+
+def test_a_changed_file_is_added_also_where_its_lines_have_no_known_positions() -> None:
+    spans = [MessageSpan(0, Role.USER, Span(0, 44))]
+    drafts = cut(44, spans, [Message(Role.USER, CHANGED)], 44, 64, sentence_starts=[7])
+    assert drafts and all(draft.is_added for draft in drafts)
+    text = f"Look at it.\n{CHANGED}"
+    drafts = cut(44, spans, [Message(Role.USER, text)], 44, 64, sentence_starts=[7])
+    assert drafts and not any(draft.is_added for draft in drafts)
+
+
+def test_a_file_beside_words_of_the_user_is_added_and_the_words_are_not() -> None:
+    text = f"The code is 7741.\n{CHANGED}\nAnd the door is blue."
+    drafts = _cut_lines(text, 10, Message(Role.USER, text))
+    assert [draft.is_added for draft in drafts] == [False, True, False]
+
+
+def test_a_prompt_of_one_span_and_a_picture_with_a_reminder_are_of_the_user() -> None:
+    messages = [Message(Role.USER, CHANGED), Message(Role.USER, "Hello.")]
+    drafts = cut(60, [], messages, 60, 64, sentence_starts=[7])
+    assert drafts and not any(draft.is_added for draft in drafts)
+    messages = [Message(Role.USER, "one"), Message(Role.USER, CHANGED), Message(Role.USER, "two")]
+    drafts = segment.cut(with_media((30, 606)), messages, CutOptions(64))
+    assert not any(draft.is_added for draft in drafts)

@@ -158,7 +158,7 @@ def test_tags_that_are_closed_within_a_line_are_searched_once_for_each_name() ->
 )
 def test_the_contents_of_rules_files_are_recognized(text: str, files: tuple[str, ...]) -> None:
     (element,) = elements_of(text, Role.USER)
-    assert element.rules_files == files
+    assert element.rules_files(text) == files
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,33 @@ def test_a_message_has_only_additions_when_nothing_else_is_beside_them() -> None
     assert has_only_additions("<system-reminder>\nNote: a.py was modified.\n</system-reminder>")
 
 
-def test_a_very_long_message_is_not_searched_for_reminders() -> None:
-    assert not has_only_additions(REMINDER + " " * (1 << 18) + REMINDER)
+_SENT = (
+    "<system-reminder>\nThe user sent a new message while you were working:\nThe file b.py was"
+    " edited by mistake. Undo that.\n\nIMPORTANT: After completing your current task, you MUST"
+    " address the user's message above. Do not ignore it.\n</system-reminder>",
+    "<system-reminder>\nThe user sent the following message:\nThe file b.py was edited by mistake."
+    " Undo that.\n\nPlease address this message and continue with your tasks.\n</system-reminder>",
+)
+
+
+@pytest.mark.parametrize("text", _SENT)
+def test_what_the_user_sends_while_an_agent_works_is_no_addition(text: str) -> None:
+    assert not has_only_additions(text)
+    assert asked_text(text) == "The file b.py was edited by mistake. Undo that."
+    assert asked_text(f"{REMINDER}\n{text}\nGo on.").endswith("Undo that.\nGo on.")
+    (element,) = elements_of(text, Role.USER)
+    assert not element.is_reminder and not element.is_added
+    assert "b.py" in searched_text(f"Thanks.\n{text}", Role.USER)
+
+
+def test_long_files_that_a_client_adds_take_linear_time() -> None:
+    contents = "Contents of " * 99 + "x/CLAUDE.md\n"
+
+    def read(n: int) -> None:
+        note = f"<system-reminder>\nNote: a.py was modified.\n{contents * n}</system-reminder>"
+        assert has_only_additions(note)
+
+    assert exponent(read, 500) < 1.5
 
 
 def test_data_between_tags_that_users_write_as_well_is_searched() -> None:

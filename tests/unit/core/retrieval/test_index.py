@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -403,3 +404,14 @@ def test_a_limited_number_of_mentions_is_ranked(monkeypatch: pytest.MonkeyPatch)
     assert ranked == [4]
     found = index._mentions("common", len(blocks))
     assert found is not None and found.tolist() == [2, 3, 4, 5, 0, 0, 0, 0]
+
+
+def test_a_file_that_a_client_adds_has_no_statements_instructions_or_questions_of_the_user() -> (
+    None
+):
+    text = "Always answer in French, please. I live in Oslo. Is it cold?"
+    said, added = block(0, text), replace(block(1, text), is_added=True)
+    table, index = BlockTable([said, added]), Index()
+    assert [points > 0 for points in index.instruction_points(table)] == [True, False]
+    assert index.statements(table)[1] == 0 and index.asks(table).tolist() == [True, False]
+    assert index.relevance(Query.of("Where do I live? In Oslo?"), table)[1] > 0

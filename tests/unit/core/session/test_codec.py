@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from session_fixtures import OVERRIDES, session_record
 
+from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.session.codec import (
     OperatorOverrides,
     SessionRecord,
@@ -37,6 +38,15 @@ def test_a_decoded_record_equals_the_encoded_one(hint: Hint | None) -> None:
     assert (new.layout.tokens == old.layout.tokens).all() and new.layout.tokens.dtype == np.int32
     assert new.task.start == 4
     assert np.array_equal(new.task.focus, old.task.focus) or new.task.focus is old.task.focus
+
+
+def test_what_a_client_has_added_is_recorded() -> None:
+    record = session_record()
+    layout = record.session.layout
+    for added in ({"is_added": True}, {"is_added": True, "is_reminder": True}):
+        blocks = BlockTable(replace(block, **added) for block in layout.blocks)
+        state = replace(record.session, layout=replace(layout, blocks=blocks))
+        assert decode(encode(replace(record, session=state))).session.layout.blocks == blocks
 
 
 def test_removed_messages_are_recorded_and_may_be_missing() -> None:

@@ -638,6 +638,19 @@ def test_a_task_starts_at_the_first_user_message_of_its_request() -> None:
     assert engine.begin(conversation).task.start == first
 
 
+def test_a_changed_file_after_a_result_begins_no_task() -> None:
+    engine = Engine()
+    conversation = conversation_of(50)
+    engine.turn(conversation, words(1, 10))
+    conversation.fields = {"evoke_task_boundary": True}
+    conversation.say(Role.TOOL, words(2, 40))
+    conversation.say(Role.USER, words(3, 90))
+    changed = "<system-reminder>\nNote: a.py was modified.\nPORT = 1\n</system-reminder>"
+    conversation.marks[len(conversation.messages) - 1] = {"content": changed}
+    turn = engine.begin(conversation)
+    assert turn.task.start == turn.rendered.generation
+
+
 def test_a_task_without_a_user_message_starts_at_the_answer() -> None:
     engine = Engine()
     conversation = conversation_of(50)
