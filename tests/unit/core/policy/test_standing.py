@@ -154,6 +154,13 @@ def test_files_that_a_client_adds_after_results_of_tools_are_part_of_the_step() 
     assert [authors[i] for i in (2, 7, 11)] == [Role.USER, Role.TOOL, Role.TOOL]
 
 
+def test_a_file_that_a_client_adds_after_an_answer_or_at_the_beginning_is_of_the_user() -> None:
+    view = view_of(FILLER[:5], {1: Role.ASSISTANT, 3: Role.ASSISTANT})
+    table = BlockTable(replace(block, is_added=i in (0, 2)) for i, block in enumerate(view.blocks))
+    assert table.of_user.tolist() == [True, False, True, False, True]
+    assert table[:3].question_start == 2 and not table[:3].is_step
+
+
 def test_a_file_beside_words_of_the_user_is_part_of_their_message() -> None:
     view = view_of(FILLER[:4], {1: Role.ASSISTANT})
     blocks = [replace(block, message=min(block.message, 2)) for block in view.blocks]
