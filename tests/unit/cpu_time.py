@@ -18,8 +18,8 @@ def exponent(run: Callable[[int], object], n: int, limit_s: float = 20.0) -> flo
 
     Each time is the shortest of several, of this thread alone, and a growth that looks too fast is
     measured again, so a busy machine does not matter. A run that takes longer than `limit_s` is not
-    repeated at larger sizes: of the sizes between, one run each shows whether it does. The garbage collector is off meanwhile: how often it runs depends on
-    every object of the process.
+    repeated at larger sizes: of the sizes between, one run each shows whether it does. The garbage
+    collector is off meanwhile: how often it runs depends on every object of the process.
     """
     found = math.inf
     gc.disable()
