@@ -89,8 +89,9 @@ class Templates:
         return [scene for scene in self.scenes if scene.kind == kind]
 
 
+@cache
 def read(name: str) -> Templates:
-    """Return one of `TEMPLATES`."""
+    """Return one of `TEMPLATES`, the same object each time."""
     tables: dict[str, Any] = tomllib.loads((HERE / f"{name}.toml").read_text("utf-8"))
     scenes, pairs = [Scene(**each) for each in tables.pop("scene")], tables.pop("pair")
     return Templates(name, scenes=scenes, pairs=pairs, **tables)

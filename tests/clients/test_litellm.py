@@ -51,6 +51,9 @@ def _close_clients() -> Iterator[None]:
     import litellm
 
     litellm.suppress_debug_info = True
+    # The modules of litellm last: the collection after each stream need not visit their objects.
+    gc.collect()
+    gc.freeze()
     # A synchronous call uses this thread's event loop. If there is none, litellm creates one and
     # does not close it, which fails a later test.
     loop = asyncio.new_event_loop()

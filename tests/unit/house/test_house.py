@@ -7,6 +7,7 @@ Each rule is a function over source text, so that a test also shows what the rul
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,19 @@ FORBIDDEN = frozenset(
 EXCEPTIONS: Mapping[str, str] = {}
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """All nodes of a module in the order of `ast.walk`, found once for all rules."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_nodes() -> Iterator[None]:
+    """Frees the nodes of all modules when the last rule has read them."""
+    yield
+    nodes_of.cache_clear()
+
+
 def node_of(module: str, packages: frozenset[str]) -> str:
     """The node of the dependency graph that a module belongs to.
 
@@ -74,7 +88,7 @@ def graph_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _imported(text: str) -> Iterator[str]:
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         if isinstance(item, ast.ImportFrom) and item.module:
             yield from (f"{item.module}.{alias.name}" for alias in item.names)
         elif isinstance(item, ast.Import):
@@ -108,7 +122,7 @@ def two_way_pairs(graph: Mapping[str, set[str]]) -> list[tuple[str, str]]:
 def wide_functions(text: str) -> list[str]:
     """Returns functions with more than five parameters and constructors with more than seven."""
     wide = []
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         names = [a.arg for a in (*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs)]
@@ -123,7 +137,7 @@ def header_parameters(text: str) -> list[str]:
     """Functions with a parameter for a client's headers, by its name or by its type."""
     names = {"headers", "client_headers", "caller", "credentials"}
     found = []
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         for argument in (*item.args.posonlyargs, *item.args.args, *item.args.kwonlyargs):
@@ -145,7 +159,7 @@ CONVERSATIONS = frozenset(("conversation", "victim", "forgotten"))
 def foreign_writes(text: str) -> list[str]:
     """Assignments to a field of a conversation, or of one of its states, from outside its class."""
     found = []
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         targets = list[ast.expr]()
         if isinstance(item, ast.Assign):
             targets = [
@@ -175,7 +189,7 @@ def starred_literals(text: str) -> list[int]:
     """Lines of calls that unpack a literal tuple or list: `f(*(a, b), c)`."""
     return [
         item.lineno
-        for item in ast.walk(ast.parse(text))
+        for item in nodes_of(text)
         if isinstance(item, ast.Call)
         for argument in item.args
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple | ast.List)
@@ -186,7 +200,7 @@ def stage_asserts(text: str) -> list[int]:
     """Lines that assert that a value is not None, in place of a type for its stage."""
     return [
         item.lineno
-        for item in ast.walk(ast.parse(text))
+        for item in nodes_of(text)
         if isinstance(item, ast.Assert)
         and any(
             isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.IsNot)
@@ -199,7 +213,7 @@ def mode_tests(text: str) -> list[int]:
     """Lines of conditions that read whether a server is patched or a router."""
     conditions = [
         part
-        for item in ast.walk(ast.parse(text))
+        for item in nodes_of(text)
         if isinstance(item, ast.If | ast.IfExp | ast.BoolOp)
         for part in ast.walk(item.test if not isinstance(item, ast.BoolOp) else item)
     ]
@@ -211,7 +225,7 @@ def mode_tests(text: str) -> list[int]:
 def broken_docstrings(text: str) -> list[str]:
     """Docstrings that were wrapped like a string literal: a line ends with an unpaired `"`."""
     found = []
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         if isinstance(item, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (ast.get_docstring(item, clean=False) or "").splitlines()
             if any(line.endswith('"') and line.count('"') % 2 for line in lines):
@@ -227,7 +241,7 @@ def words_of(identifier: str) -> set[str]:
 def identifiers_of(text: str) -> set[str]:
     """Every name that a module gives: functions, classes, parameters, variables, attributes."""
     names = set[str]()
-    for item in ast.walk(ast.parse(text)):
+    for item in nodes_of(text):
         if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(item.name)
         elif isinstance(item, ast.arg):

@@ -30,22 +30,27 @@ OBJECTS = st.dictionaries(KEYS, VALUES, max_size=6) | st.builds(
     st.lists(MESSAGE | VALUES, max_size=4),
 )
 SPACE = st.sampled_from(["", " ", "\n\t ", "\r\n"])
+EITHER = st.booleans()
 
 
 @st.composite
 def texts(draw: st.DrawFn, value: Any) -> str:
     """A JSON text of `value` with any white space, with or without escapes."""
+    return _text(draw, value)
+
+
+def _text(draw: st.DrawFn, value: Any) -> str:
     space = draw(SPACE)
     if isinstance(value, dict):
         members = [
-            f"{draw(texts(key))}{space}:{draw(SPACE)}{draw(texts(item))}"
+            f"{_text(draw, key)}{space}:{draw(SPACE)}{_text(draw, item)}"
             for key, item in value.items()
         ]
         return "{" + space + f"{space},{space}".join(members) + draw(SPACE) + "}"
     if isinstance(value, list):
-        return "[" + f",{space}".join(draw(texts(item)) for item in value) + space + "]"
-    if isinstance(value, str) and draw(st.booleans()):
-        if draw(st.booleans()):
+        return "[" + f",{space}".join(_text(draw, item) for item in value) + space + "]"
+    if isinstance(value, str) and draw(EITHER):
+        if draw(EITHER):
             return '"' + "".join(f"\\u{ord(c):04x}" if ord(c) < 0xD800 else c for c in value) + '"'
         return json.dumps(value)
     return json.dumps(value, ensure_ascii=False)
