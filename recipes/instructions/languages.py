@@ -42,7 +42,7 @@ CODES: Mapping[str, str] = {
 }
 WRONG = 0.03
 # Of the lines of a file, the last of so many is held out.
-HELD_OUT = 5
+MEASURING = 5
 _FOLDS = 5
 # A sign has a weight if so many texts have it; smaller weights are left out.
 _LEAST_TEXTS, _LEAST_WEIGHT = 3, 0.05
@@ -86,7 +86,7 @@ def texts() -> Iterator[Text]:
         for kind in ("standing", "others"):
             lines = (HERE / f"{kind}_{code}.txt").read_text("utf-8").splitlines()
             for i, line in enumerate(lines):
-                fold = -1 if i % HELD_OUT == HELD_OUT - 1 else i * _FOLDS // len(lines)
+                fold = -1 if i % MEASURING == MEASURING - 1 else i * _FOLDS // len(lines)
                 yield Text(language, line, kind == "standing", fold)
         if f"tuning_{code}" in TEMPLATES:
             templates = read(f"tuning_{code}")
@@ -144,7 +144,7 @@ def module(names: Sequence[str], weights: Matrix, margins: Mapping[str, float]) 
     }
     source = _HEAD + "BIASES: Mapping[str, int] = {\n"
     source += "".join(f'    "{name}": {bias},\n' for name, bias in biases.items())
-    shared = {sign: weight for sign, weight in of_sign.items() if sign.startswith("=")}
+    shared = {sign: weight for sign, weight in of_sign.items() if ":" not in sign}
     source += f'}}\nSIGNS = _weights("""\n{_listed(shared)}\n""")\nWORDS = {{\n'
     for name in margins:
         start = f"{name}:"
@@ -184,15 +184,15 @@ def report(examples: Sequence[Text], points: Matrix, margins: Mapping[str, float
     for name in margins:
         cells = f"{name:12}"
         for standing in (True, False):
-            for held in (False, True):
+            for measures in (False, True):
                 mine = [
                     each.language.name == name
                     and each.is_own
                     and each.is_standing == standing
-                    and (each.fold < 0) == held
+                    and (each.fold < 0) == measures
                     for each in examples
                 ]
-                cells += f"{100 * found[mine].mean():>{10 if held or not standing else 14}.1f}"
+                cells += f"{100 * found[mine].mean():>{10 if measures or not standing else 14}.1f}"
         print(cells)
 
 

@@ -26,37 +26,35 @@ BIASES: Mapping[str, int] = {
 SIGNS = _weights("""
 =^address 54 =^always 6 =^asks -99 =^every 108 =^form 193 =^if 117 =^lasting 106 =^manner 45 =^need
 16 =^no 106 =^once -147 =^only 70 =^other -56 =^past 9 =^people -31 =^self -120 =^thanks -150 =^this
--124 =^use 10 =^wish -22 =address 106 =address&asks 32 =address&every -33 =address&form -115
-=address&if 33 =address&lasting 76 =address&manner -86 =address&no 70 =address&once -17
-=address&only -61 =address&past -58 =address&people 9 =address&question -33 =address&self 71
-=address&thanks 20 =address&this 7 =address&use 33 =address&wish 48 =always 151 =always&asks -50
-=always&every -30 =always&form 133 =always&if -175 =always&lasting 35 =always&manner -25
-=always&need 21 =always&no -72 =always&once 111 =always&only 12 =always&past -21 =always&people -57
-=always&question -18 =always&self -100 =always&thanks 7 =always&this 18 =always&use 71 =always&wish
-90 =asks -7 =asks&every 23 =asks&form -28 =asks&if 28 =asks&lasting -28 =asks&manner -36 =asks&need
--21 =asks&no 29 =asks&once 7 =asks&only 5 =asks&past -26 =asks&people -33 =asks&question -139
-=asks&thanks -12 =asks&this -14 =asks&use 22 =at-most-12 67 =at-most-18 184 =at-most-26 31
-=at-most-5 -79 =every 57 =every&form 180 =every&if -49 =every&lasting -81 =every&manner 20
-=every&need 54 =every&no 11 =every&once 154 =every&only -38 =every&past -36 =every&people -61
-=every&question -25 =every&self -95 =every&thanks 18 =every&this 60 =every&use 113 =every&wish 45
-=form 115 =form&if -41 =form&lasting 84 =form&manner -19 =form&need 123 =form&no 29 =form&once -70
-=form&only -25 =form&past 22 =form&people -88 =form&question -45 =form&self -37 =form&this -73
-=form&use -72 =form&wish 56 =if 111 =if&manner 11 =if&need 6 =if&no -29 =if&once 27 =if&only 19
-=if&past -9 =if&people -52 =if&question -79 =if&self 20 =if&this 41 =if&use 110 =if&wish 58 =lasting
-57 =lasting&manner 30 =lasting&once -13 =lasting&only 83 =lasting&past 27 =lasting&people -34
-=lasting&question -31 =lasting&self -44 =lasting&this 69 =lasting&use 23 =lasting&wish -35 =manner
-89 =manner&need 45 =manner&no 47 =manner&once -84 =manner&past 92 =manner&people 10 =manner&question
--23 =manner&self 28 =manner&thanks -10 =manner&use 6 =manner&wish 36 =need 49 =need&no 23 =need&only
-29 =need&past 36 =need&people -124 =need&question -23 =need&self 71 =need&this 16 =need&use 16
-=need&wish 75 =no 118 =no&once -27 =no&only 39 =no&past -6 =no&people 58 =no&question -60 =no&self
-18 =no&thanks 21 =no&this -155 =no&use -9 =no&wish -13 =once -119 =once&only -38 =once&people 25
-=once&question -7 =once&self 21 =once&thanks -10 =once&this -24 =once&use 32 =once&wish -118 =only
-54 =only&past 15 =only&people -157 =only&question -18 =only&self 76 =only&this -15 =only&use 25
-=only&wish 65 =past -74 =past&question -6 =past&self -60 =past&thanks -14 =past&this -24 =past&wish
-106 =people -66 =people&question -21 =people&self -8 =people&thanks 55 =people&this 52 =people&use
--46 =people&wish -29 =question -230 =question&self -9 =question&use -73 =question&wish -41 =rules 34
-=self 8 =self&thanks 7 =self&this -7 =self&use 30 =self&wish 87 =thanks -54 =thanks&use -12
-=thanks&wish -25 =this -86 =this&use -28 =this&wish -97 =use 70 =use&wish -28 =wish 14
+-124 =^use 10 =^wish -22 =address 106 =always 151 =asks -7 =at-most-12 67 =at-most-18 184
+=at-most-26 31 =at-most-5 -79 =every 57 =form 115 =if 111 =lasting 57 =manner 89 =need 49 =no 118
+=once -119 =only 54 =past -74 =people -66 =question -230 =rules 34 =self 8 =thanks -54 =this -86
+=use 70 =wish 14 address&asks 32 address&every -33 address&form -115 address&if 33 address&lasting
+76 address&manner -86 address&no 70 address&once -17 address&only -61 address&past -58
+address&people 9 address&question -33 address&self 71 address&thanks 20 address&this 7 address&use
+33 address&wish 48 always&asks -50 always&every -30 always&form 133 always&if -175 always&lasting 35
+always&manner -25 always&need 21 always&no -72 always&once 111 always&only 12 always&past -21
+always&people -57 always&question -18 always&self -100 always&thanks 7 always&this 18 always&use 71
+always&wish 90 asks&every 23 asks&form -28 asks&if 28 asks&lasting -28 asks&manner -36 asks&need -21
+asks&no 29 asks&once 7 asks&only 5 asks&past -26 asks&people -33 asks&question -139 asks&thanks -12
+asks&this -14 asks&use 22 every&form 180 every&if -49 every&lasting -81 every&manner 20 every&need
+54 every&no 11 every&once 154 every&only -38 every&past -36 every&people -61 every&question -25
+every&self -95 every&thanks 18 every&this 60 every&use 113 every&wish 45 form&if -41 form&lasting 84
+form&manner -19 form&need 123 form&no 29 form&once -70 form&only -25 form&past 22 form&people -88
+form&question -45 form&self -37 form&this -73 form&use -72 form&wish 56 if&manner 11 if&need 6 if&no
+-29 if&once 27 if&only 19 if&past -9 if&people -52 if&question -79 if&self 20 if&this 41 if&use 110
+if&wish 58 lasting&manner 30 lasting&once -13 lasting&only 83 lasting&past 27 lasting&people -34
+lasting&question -31 lasting&self -44 lasting&this 69 lasting&use 23 lasting&wish -35 manner&need 45
+manner&no 47 manner&once -84 manner&past 92 manner&people 10 manner&question -23 manner&self 28
+manner&thanks -10 manner&use 6 manner&wish 36 need&no 23 need&only 29 need&past 36 need&people -124
+need&question -23 need&self 71 need&this 16 need&use 16 need&wish 75 no&once -27 no&only 39 no&past
+-6 no&people 58 no&question -60 no&self 18 no&thanks 21 no&this -155 no&use -9 no&wish -13 once&only
+-38 once&people 25 once&question -7 once&self 21 once&thanks -10 once&this -24 once&use 32 once&wish
+-118 only&past 15 only&people -157 only&question -18 only&self 76 only&this -15 only&use 25
+only&wish 65 past&question -6 past&self -60 past&thanks -14 past&this -24 past&wish 106
+people&question -21 people&self -8 people&thanks 55 people&this 52 people&use -46 people&wish -29
+question&self -9 question&use -73 question&wish -41 self&thanks 7 self&this -7 self&use 30 self&wish
+87 thanks&use -12 thanks&wish -25 this&use -28 this&wish -97 use&wish -28
 """)
 WORDS = {
     "German": _weights("""

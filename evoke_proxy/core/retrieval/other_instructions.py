@@ -82,8 +82,8 @@ def other_points(text: str, language: Language) -> float:
     of_words = WORDS[language.name]
     shared, words = signs_of(text, language)
     # A sum of integers does not depend on their order.
-    hundredths = BIASES[language.name] + sum(SIGNS.get(sign, 0) for sign in shared)
-    hundredths += sum(of_words.get(word, 0) for word in words)
+    found = (*filter(None, map(SIGNS.get, shared)), *filter(None, map(of_words.get, words)))
+    hundredths = BIASES[language.name] + sum(found)
     return max(0.0, hundredths / 100 + RULE_POINTS * ("=rules" in shared))
 
 
@@ -92,7 +92,7 @@ def signs_of(text: str, language: Language) -> tuple[set[str], set[str]]:
 
     The language is one of `INSTRUCTION_WORDS`. Words are cut to their first letters; of Chinese
     they are characters and pairs of them. Other signs are kinds of words such as "=lasting", two of
-    them ("=form&no"), that of the beginning ("=^no"), how short the text is ("=at-most-5"), and
+    them ("form&no"), that of the beginning ("=^no"), how short the text is ("=at-most-5"), and
     "=rules" where `Language.instructs` holds.
     """
     plain, name = _plain(text), language.name
@@ -102,19 +102,19 @@ def signs_of(text: str, language: Language) -> tuple[set[str], set[str]]:
         words.update(_MARK.findall(plain))
         pairs = list(map(" ".join, zip(listed, listed[1:], strict=False)))
         begin += pairs[:1]
-        parts = set(listed) | (_lexicon(name).entries & set(pairs))
+        parts = set(listed) | (set(pairs) & _lexicon(name).entries)
     else:
         runs = _HAN.findall(plain)
         length = sum(map(len, runs)) // 2
         begin = [runs[0][:size] for size in _ENTRY_SIZES] if runs else []
         words = _pieces(runs, _WEIGHED_SIZES) | {mark for mark in _HAN_MARKS if mark in plain}
-        parts = _lexicon(name).entries & _pieces(runs, _ENTRY_SIZES)
+        parts = _pieces(runs, _ENTRY_SIZES) & _lexicon(name).entries
     kinds = set[str]().union(*(_kinds_of(name, part) for part in parts))
     begins = frozenset[str]().union(*(_kinds_of(name, part) for part in begin))
     if text.rstrip().endswith(QUESTION_MARKS):
         kinds.add("question")
     shared = {f"={kind}" for kind in kinds}
-    shared.update(f"={one}&{other}" for one, other in combinations(sorted(kinds), 2))
+    shared.update(map("&".join, combinations(sorted(kinds), 2)))
     shared.update(f"=^{kind}" for kind in begins or ("other",))
     shared.update(f"=at-most-{most}" for most in _LENGTHS if length <= most)
     if language.instructs(text):
@@ -134,7 +134,7 @@ def _plain(text: str) -> str:
     return _ACCENTS.sub("", unicodedata.normalize("NFD", text))
 
 
-def known_language(text: str) -> Language | None:
+def language_of_short(text: str) -> Language | None:
     """Return the language that a short text has more words of than of English; None for English.
 
     It is for texts with too few function words, and knows only languages with spaces between words.
@@ -146,13 +146,13 @@ def known_language(text: str) -> Language | None:
     if n_english + _LEAD > len(words):
         return None
     begins = [word[:_PREFIX] for word in words]
-    hits = [sum(begin in known for begin in begins) for _, known in _known()]
+    hits = [sum(begin in own for begin in begins) for _, own in _words_of_languages()]
     most = max(hits)
-    return _known()[hits.index(most)][0] if most >= n_english + _LEAD else None
+    return _words_of_languages()[hits.index(most)][0] if most >= n_english + _LEAD else None
 
 
 @cache
-def _known() -> tuple[tuple[Language, frozenset[str]], ...]:
+def _words_of_languages() -> tuple[tuple[Language, frozenset[str]], ...]:
     """Return the languages with spaces between words, and the first letters of words of each."""
     return tuple(
         (

@@ -7,12 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from evoke_proxy.core.retrieval.instruction_signs import BIASES, SIGNS, WORDS
-from evoke_proxy.core.retrieval.instruction_words import INSTRUCTION_WORDS
 from evoke_proxy.core.retrieval.instructions import instruction_points
 from evoke_proxy.core.retrieval.languages import LANGUAGES, language_of
-from evoke_proxy.core.retrieval.other_instructions import known_language, other_points, signs_of
-from recipes.instructions.languages import Evidence, texts
+from evoke_proxy.core.retrieval.other_instructions import language_of_short, other_points, signs_of
+from recipes.instructions.languages import texts
 
 GERMAN = next(language for language in LANGUAGES if language.name == "German")
 
@@ -57,17 +55,9 @@ def test_half_of_the_lines_held_out_are_recognized_and_few_others() -> None:
     assert np.mean(found[True]) > 0.5 and np.mean(found[False]) < 0.04
 
 
-def test_weights_are_of_the_signs_that_the_recipe_finds() -> None:
-    names = set(Evidence([*texts()]).names)
-    assert names >= SIGNS.keys()
-    assert BIASES.keys() == WORDS.keys() == INSTRUCTION_WORDS.keys()
-    for language, words in WORDS.items():
-        assert names >= {f"{language}:{word}" for word in words}
-
-
 def test_signs_are_kinds_of_words_and_what_the_text_begins_with() -> None:
     shared, words = signs_of("Ab jetzt keine Tabellen!", GERMAN)
-    assert shared >= {"=lasting", "=^lasting", "=no", "=form", "=form&no", "=at-most-5"}
+    assert shared >= {"=lasting", "=^lasting", "=no", "=form", "form&no", "=at-most-5"}
     assert words == {"ab", "jetzt", "keine", "tabel", "!"}
 
 
@@ -77,11 +67,11 @@ def test_other_languages_have_no_instructions() -> None:
 
 
 def test_the_language_of_a_short_text_is_that_of_its_words() -> None:
-    language = known_language("Keine Emojis, keine Tabellen.")
+    language = language_of_short("Keine Emojis, keine Tabellen.")
     assert language_of("Sin emojis, gracias.") is None
     assert language is not None and language.name == "German"
     for text in ("No emojis, no tables, please.", "Sausalito", "", "Keine " * 200):
-        assert known_language(text) is None
+        assert language_of_short(text) is None
 
 
 @pytest.mark.parametrize("text", ["nie ab " * 57, "你每次" * 130, "a, " * 130, "é" * 399])
@@ -90,5 +80,5 @@ def test_the_time_for_a_hostile_text_is_short(text: str) -> None:
     for _ in range(10):
         for language in LANGUAGES:
             other_points(text, language)
-        known_language(text)
+        language_of_short(text)
     assert time.process_time() - began < 0.5
