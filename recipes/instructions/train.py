@@ -85,7 +85,7 @@ def texts() -> list[Text]:
 
 
 def _of_authors() -> Iterator[Text]:
-    for path in sorted(HERE.glob("*.txt")):
+    for path in sorted(HERE.glob("*_[0-9].txt")):
         kind, author = path.stem.split("_")
         for line in path.read_text("utf-8").splitlines():
             yield Text(f"author {author}", line, kind == "standing")

@@ -1,4 +1,4 @@
-"""Recognizes standing instructions and statements in a user's messages; English only.
+"""Recognizes standing instructions and statements in a user's messages, mostly English ones.
 
 A standing instruction tells how every later answer should be: "Always answer in French". Mostly it
 tells the assistant what to do or states a wish, it holds in general, and it is about the form of
@@ -19,6 +19,7 @@ from itertools import islice
 
 from evoke_proxy.core.retrieval.instruction_weights import BIAS, WEIGHTS
 from evoke_proxy.core.retrieval.languages import QUESTION_MARKS, language_of
+from evoke_proxy.core.retrieval.other_instructions import language_of_short, other_points
 
 # A longer text is a document, and not an instruction.
 _MAX_CHARS = 400
@@ -246,13 +247,13 @@ def instruction_points(text: str) -> float:
 
     They are the points of its best sentence by rules, plus the weights of its signs, as learned by
     `recipes.instructions.train`; more points mean a clearer instruction. In a language other than
-    English, words decide, see `Language.instructs`.
+    English the weights are those of `recipes.instructions.languages`, see `other_instructions`.
     """
     if len(text) > _MAX_CHARS:
         return 0.0
-    language = language_of(text)
+    language = language_of(text) or language_of_short(text)
     if language is not None:
-        return _MIN_RULE_POINTS if language.instructs(text) else 0.0
+        return other_points(text, language)
     signs, by_rules = instruction_evidence(text)
     # A sum of integers does not depend on their order.
     hundredths = BIAS + sum(WEIGHTS.get(sign, 0) for sign in signs)
