@@ -88,3 +88,29 @@ def test_files_that_change_during_a_task_do_not_replace_what_the_user_asked_for(
     asked = [states[each.span.start] for each in blocks if "kappa7" in each.text]
     assert asked and set(asked) == {"resident"}
     assert "saved_ram" in states.values()
+
+
+def test_results_of_tools_called_in_text_do_not_replace_what_the_user_asked_for(
+    patched_proxy: RunningProxy,
+) -> None:
+    """Cline and Roo Code send them as messages of the user, each with the state of the editor."""
+    task = "Rename the variable kappa8 in each file of the repository, and keep a list of them."
+    state = "<environment_details>\n# Open Tabs\nsrc/app.py, src/part.py, README.md\n# Current Mode"
+    state += "\nAct mode, at ten in the morning of a Monday in November.\n</environment_details>"
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Hello. {FILLER}"}]
+    messages.append({"role": "assistant", "content": f"Hello. {FILLER}"})
+    messages.append({"role": "user", "content": f"<task>\n{task}\n</task>\n{state}"})
+    for number in range(16):
+        path = f"src/part{number}.py"
+        called = f"<read_file>\n<path>{path}</path>\n</read_file>"
+        messages.append({"role": "assistant", "content": called})
+        result = f"[read_file for '{path}'] Result:\n{number}. {FILLER}\n{state}"
+        messages.append({"role": "user", "content": result})
+        _ask(patched_proxy, "/v1/chat/completions", messages)
+    (conversation,) = (each for each in patched_proxy.gateway.server.conversations)
+    detail = ask(patched_proxy.port, "GET", f"/evoke/sessions/{conversation.id}").body
+    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
+    blocks = conversation.session.layout.blocks
+    asked = [states[each.span.start] for each in blocks if "kappa8" in each.text]
+    assert asked and set(asked) == {"resident"}
+    assert "saved_ram" in states.values()

@@ -63,6 +63,7 @@ class _Columns(NamedTuple):
     priority: FloatArray
     reminders: Mask
     added: Mask
+    results: Mask
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> _Columns:
@@ -77,6 +78,7 @@ class _Columns(NamedTuple):
             priority=np.array([block.priority for block in blocks], np.float64),
             reminders=np.array([block.is_reminder for block in blocks], np.bool_),
             added=np.array([block.is_added or block.is_reminder for block in blocks], np.bool_),
+            results=np.array([block.is_result for block in blocks], np.bool_),
         )
 
     def sliced(self, part: slice) -> _Columns:
@@ -179,22 +181,30 @@ class BlockTable(Sequence[Block]):
         return self._columns.reminders
 
     @property
+    def results(self) -> Mask:
+        """Which blocks are of results of tools, also of those with the role of the user [n]."""
+        results: Mask = (self.roles == _TOOL) | self._columns.results
+        return results
+
+    @property
     def authors(self) -> Positions:
         """Who has written each block, as an index into ROLES [n].
 
-        It is the role, but for messages of the user that have nothing but what a client has added,
-        directly after a result of a tool or another message of the user: their author is a tool.
-        Coding agents send what has changed in a file as such a message.
+        It is the role, but a tool for results that a client sends as messages of the user, and for
+        messages of the user that have nothing but what a client has added, directly after a result
+        of a tool or another message of the user. Coding agents send what has changed in a file as
+        such a message.
         """
-        is_user, added = self.roles == _USER, self._columns.added
+        roles = np.where(self._columns.results, _TOOL, self.roles)
+        is_user, added = roles == _USER, self._columns.added
         if not (is_user & added).any():
-            return self.roles
+            return roles
         said = np.unique(self.messages[is_user & ~added])
         unsaid = is_user & ~np.isin(self.messages, said)
         follows = np.zeros(len(self), np.bool_)
         follows[1:] = (self.roles[:-1] == _TOOL) | (self.roles[:-1] == _USER)
         firsts = self.messages.searchsorted(self.messages)
-        authors: Positions = np.where(unsaid & follows[firsts], _TOOL, self.roles)
+        authors: Positions = np.where(unsaid & follows[firsts], _TOOL, roles)
         return authors
 
     @property
@@ -301,22 +311,22 @@ class BlockTable(Sequence[Block]):
     def _found_question(self) -> int:
         if not len(self):
             return 0
-        messages, roles, is_step = self.messages, self.roles, self.is_step
+        messages, results, is_step = self.messages, self.results, self.is_step
         first = int(messages.searchsorted(messages[self._last_own()]))
-        while first and is_step and roles[first - 1] == _TOOL:
+        while first and is_step and results[first - 1]:
             first = int(messages.searchsorted(messages[first - 1]))
         return first
 
     def _last_own(self) -> int:
         """Index of the last block that the client has not added to what a tool or the user said."""
-        own = ((self.roles != _USER) | self.of_user).nonzero()[0]
+        own = ((self.roles != _USER) | self.of_user | self.results).nonzero()[0]
         is_said = len(own) > 0 and self.roles[own[-1]] in (_USER, _TOOL)
         return int(own[-1]) if is_said else len(self) - 1
 
     @property
     def is_step(self) -> bool:
         """Whether the prompt ends with results of tools, so that an agent takes its next step."""
-        return len(self) > 0 and bool(self.roles[self._last_own()] == _TOOL)
+        return len(self) > 0 and bool(self.results[self._last_own()])
 
     def pick(self, wanted: Mask | Positions) -> list[Block]:
         """The blocks that a mask selects, or those of an array of indexes, in its order."""

@@ -81,6 +81,8 @@ class Block:
             or of tools, so that it is not searched; see core/request/client_text.py.
         is_added: whether it is a part of what a client adds to a message: a reminder or a file; or
             of a message of the user that has nothing else.
+        is_result: whether its message is the result of a tool that a client sends as one of the
+            user.
     """
 
     display_name: str
@@ -96,6 +98,7 @@ class Block:
     priority: float = 1.0
     is_reminder: bool = False
     is_added: bool = False
+    is_result: bool = False
 
     def pieces(self, n_tokens: int) -> Iterator[Block]:
         """Yield parts of at most `n_tokens` with labels of their own; nothing if the block fits."""

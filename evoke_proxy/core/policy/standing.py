@@ -29,7 +29,7 @@ _MAX_LEADING, _LEADING_TOKENS = 4, 32
 _RULE_FILES = ("claude.md", "agents.md")
 # Paths of a name that are told apart; comparing them takes time in proportion to their number.
 _MAX_RULE_PATHS = 32
-_SYSTEM, _USER, _TOOL = (ROLES.index(role) for role in (Role.SYSTEM, Role.USER, Role.TOOL))
+_SYSTEM, _USER = ROLES.index(Role.SYSTEM), ROLES.index(Role.USER)
 _ASSISTANT = ROLES.index(Role.ASSISTANT)
 
 
@@ -217,7 +217,7 @@ def _messages_since_reading(view: PolicyView, named: Positions) -> list[int]:
     file; the result of an edit is much shorter.
     """
     blocks = view.blocks
-    results = named[blocks.roles[named] == _TOOL]
+    results = named[blocks.results[named]]
     if not len(results):
         return []
     lengths = np.bincount(blocks.messages[results], blocks.lengths[results])
@@ -262,12 +262,12 @@ def leading_blocks(view: PolicyView, answer_tokens: int = 0) -> Mask:
     """
     blocks, end = view.blocks, view.blocks.question_start
     leads = np.zeros(len(blocks), np.bool_)
-    asks, states = view.index.asks(blocks), view.index.statements(blocks)
+    asks, states, authors = view.index.asks(blocks), view.index.statements(blocks), blocks.authors
     for _ in range(_MAX_LEADING):
         if not end:
             break
         first = int(blocks.messages.searchsorted(blocks.messages[end - 1]))
-        role, length = blocks.roles[first], int(blocks.ends[end - 1] - blocks.starts[first])
+        role, length = authors[first], int(blocks.ends[end - 1] - blocks.starts[first])
         if role == _USER and not asks[first:end].any():
             if length > _LEADING_TOKENS or states[first:end].any():
                 break

@@ -500,6 +500,7 @@ def _block(draft: Draft, turn: int, label: str) -> Block:
         aliases=draft.aliases,
         is_reminder=draft.is_reminder,
         is_added=draft.is_added,
+        is_result=draft.is_result,
     )
 
 

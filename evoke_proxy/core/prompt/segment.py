@@ -15,6 +15,7 @@ from evoke_proxy.core.prompt.rendered import MessageSpan, Rendered
 from evoke_proxy.core.request.client_text import (
     elements_of,
     has_only_additions,
+    is_result,
     without_reminders,
 )
 from evoke_proxy.core.request.messages import Message, ToolCall
@@ -58,6 +59,7 @@ class Draft:
     aliases: tuple[str, ...]
     is_reminder: bool = False
     is_added: bool = False
+    is_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def cut(
                     (*name.aliases, *text.rules_files(span)),
                     text.is_reminder(span),
                     text.is_added(span),
+                    text.is_result,
                 )
             )
     return drafts
@@ -193,6 +196,7 @@ class _MessageText:
         # A prompt whose messages have no known spans has them all in one.
         is_of_user = item.role is Role.USER and not self.media and bool(rendered.turn_spans)
         self._is_all_added = is_of_user and has_only_additions(message.printed)
+        self.is_result = is_of_user and is_result(message.printed)
         rules = zip(elements, files, strict=True)
         self._rules = [(each, paths) for each, paths in rules if paths][:_MAX_RULES]
         # The tokens of what the client has added in lines of its own, and of reminders among it.

@@ -152,7 +152,7 @@ class ChatRequest:
         """
         after, answer = self._latest
         said = both_ends(answer.text, _STEP_CHARS) if answer is not None else ""
-        results = (both_ends(one.text, _MAX_REMINDER) for one in after if one.role is Role.TOOL)
+        results = (both_ends(one.text, _MAX_REMINDER) for one in after if one.author is Role.TOOL)
         ends = (both_ends(searched_text(text, Role.TOOL), _RESULT_CHARS) for text in results)
         return "\n".join(filter(None, [said, *_all_arguments(answer), *ends]))
 
@@ -250,7 +250,7 @@ def _is_batch(prompt: list[Any]) -> bool:
 
 def _asked_or_found(message: Message) -> str:
     """What a message of the user or of a tool is searched for; "" for what a client has added."""
-    if message.role is not Role.USER:
+    if message.author is not Role.USER:
         return message.text
     return "" if has_only_additions(message.text) else asked_text(message.text)
 

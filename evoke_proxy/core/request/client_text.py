@@ -88,6 +88,13 @@ _MAX_FOLDER_CHARS = 300
 _RULES_CHARS, _CHARS_BEFORE = 1 << 16, 400
 # Files with rules in one addition, more of which have no names.
 _MAX_RULES_FILES = 8
+# How a message of the user begins that has the result of a tool, in Cline, Roo Code and Kilo Code,
+# where a model calls tools in its text: "[read_file for 'a.py'] Result:". What follows the first
+# pattern is searched for in so many characters; and tags around what the user says in a result.
+_RESULT_HEAD = re.compile(r"\[[a-z][a-z_]{2,40}[ \]]")
+_RESULT_END, _RESULT_CHARS = "] Result:", 2000
+_SAID_IN_RESULT = ("<answer>", "<feedback>", "<user_message>")
+_NO_CALL = "[ERROR] You did not use a tool"
 # Of a longer question the beginning and the end are read, which have this many characters each.
 _MAX_CHARS = 1 << 16
 
@@ -223,6 +230,19 @@ def has_only_additions(text: str) -> bool:
             return False
         end = element.end
     return end > 0 and not text[end:].strip()
+
+
+def is_result(text: str) -> bool:
+    """Return whether a message of the user is the result of a tool called in the model's text.
+
+    So is the error for an answer without a call. A result in which the user answers or comments is
+    none.
+    """
+    if text.startswith(_NO_CALL):
+        return True
+    if not _RESULT_HEAD.match(text) or _RESULT_END not in text[:_RESULT_CHARS]:
+        return False
+    return not any(tag in text for tag in _SAID_IN_RESULT)
 
 
 def both_ends(text: str, chars: int) -> str:

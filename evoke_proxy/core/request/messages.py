@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any, overload
 
 from evoke_proxy.core.model.blocks import Role, parse_role
+from evoke_proxy.core.request.client_text import is_result
 from evoke_proxy.core.request.converters import (
     anthropic_messages,
     json_arguments,
@@ -78,7 +79,7 @@ class Message:
     """One message of a conversation.
 
     Attributes:
-        role: author.
+        role: the role that the client gives it.
         text: text of all its parts.
         name: name of the author or tool.
         tool_calls: calls of the assistant.
@@ -99,6 +100,11 @@ class Message:
     block_name: str = ""
     source: str = ""
     joints: tuple[int, ...] = ()
+
+    @property
+    def author(self) -> Role:
+        """Who has written it: a tool also where a client sends its result as one of the user."""
+        return Role.TOOL if self.role is Role.USER and is_result(self.text) else self.role
 
     @property
     def printed(self) -> str:

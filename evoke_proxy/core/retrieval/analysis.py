@@ -61,7 +61,7 @@ class TextAnalysis:
     def of(cls, text: str, role: Role, is_added: bool = False) -> TextAnalysis:
         """Analyse the text of a block of this role.
 
-        Of what a client has added to a message the user has written nothing.
+        Of what a client has added to a message, or sends as one, the user has written nothing.
         """
         is_of_user = role is Role.USER and not is_added
         return cls(

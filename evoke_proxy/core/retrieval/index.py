@@ -457,7 +457,7 @@ class Index:
 
     def _add(self, block: Block) -> int:
         """Add a block as a new document and return the document's number."""
-        if block.is_added or block.is_reminder:
+        if block.is_added or block.is_reminder or block.is_result:
             analysis = TextAnalysis.of(block.text, block.role, is_added=True)
         else:
             analysis = self.prepared.analysis(block.text, block.role)

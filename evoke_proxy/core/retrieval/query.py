@@ -204,7 +204,7 @@ def query_of(request: ChatRequest) -> Query:
     messages = _without_prefill(request.turns)
     run = list(takewhile(_is_user, islice(reversed(messages), _MAX_SEARCHED)))
     last = messages[-len(run) - 1] if len(run) < len(messages) else None
-    has_tools = last is not None and last.role is Role.TOOL
+    has_tools = last is not None and last.author is Role.TOOL
     n_before = len(messages) - len(run)
     # A client may add reminders and files to results of tools, and to questions.
     latest = islice(run, _MAX_ADDED)
@@ -282,7 +282,7 @@ def _without_prefill(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _is_user(message: Message) -> bool:
-    return message.role is Role.USER
+    return message.author is Role.USER
 
 
 def refers_back(text: str) -> bool:
@@ -385,5 +385,5 @@ def _joined_names(sentence: str) -> list[str]:
 def _user_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield the texts of the user among the last _MAX_SEARCHED messages, the latest first."""
     for message in islice(reversed(messages), _MAX_SEARCHED):
-        if message.role is Role.USER and not has_only_additions(message.text):
+        if _is_user(message) and not has_only_additions(message.text):
             yield asked_text(message.text)

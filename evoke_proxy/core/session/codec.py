@@ -41,6 +41,7 @@ _BLOCK_FIELDS = (
     "priority",
     "is_reminder",
     "is_added",
+    "is_result",
 )
 
 
@@ -67,6 +68,7 @@ class _BlockValue(TypedDict):
     # Earlier records have none.
     is_reminder: NotRequired[bool]
     is_added: NotRequired[bool]
+    is_result: NotRequired[bool]
 
 
 class _HintValue(TypedDict):
@@ -391,6 +393,7 @@ def _block_row(block: Block) -> list[Any]:
         block.priority,
         block.is_reminder,
         block.is_added,
+        block.is_result,
     ]
 
 
@@ -410,6 +413,7 @@ def _block_of(values: Mapping[str, Any]) -> Block:
         priority=row["priority"],
         is_reminder=row.get("is_reminder", False),
         is_added=row.get("is_added", False),
+        is_result=row.get("is_result", False),
     )
 
 

@@ -161,6 +161,18 @@ def test_a_file_that_a_client_adds_after_an_answer_or_at_the_beginning_is_of_the
     assert table[:3].question_start == 2 and not table[:3].is_step
 
 
+def test_results_with_the_role_of_the_user_are_steps_of_the_task() -> None:
+    view = view_of(FILLER[:9], dict.fromkeys((3, 5, 7), Role.ASSISTANT))
+    blocks = [replace(block, is_result=i in (4, 6, 8)) for i, block in enumerate(view.blocks)]
+    table = BlockTable(blocks)
+    assert table.is_step and table.question_start == 8
+    assert np.flatnonzero(table.results).tolist() == [4, 6, 8]
+    assert np.flatnonzero(running_task(table)).tolist() == [2, 3, 4, 5, 6, 7]
+    assert [ROLES[code] for code in table.authors[4:6].tolist()] == [Role.TOOL, Role.ASSISTANT]
+    commented = BlockTable([*blocks[:8], replace(blocks[8], is_result=False)])
+    assert not commented.is_step and commented.question_start == 8
+
+
 def test_a_file_beside_words_of_the_user_is_part_of_their_message() -> None:
     view = view_of(FILLER[:4], {1: Role.ASSISTANT})
     blocks = [replace(block, message=min(block.message, 2)) for block in view.blocks]

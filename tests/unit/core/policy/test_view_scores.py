@@ -98,6 +98,9 @@ def test_a_changed_file_after_a_result_is_worth_as_much_as_a_result() -> None:
     columns = view_columns(tuple(blocks), (BlockState.RESIDENT,) * 4)
     scores = keep_scores(PolicyView(*columns, N_TOKENS, 99_999), 16)
     assert scores[0] == pytest.approx(scores[1], abs=0.001) and scores[3] >= 0.6 > scores[1]
+    blocks[1] = replace(blocks[1], is_added=False, is_result=True)
+    columns = view_columns(tuple(blocks), (BlockState.RESIDENT,) * 4)
+    assert scores.tolist() == keep_scores(PolicyView(*columns, N_TOKENS, 99_999), 16).tolist()
 
 
 def test_sinks_and_pinned_blocks_score_1_whatever_their_priority() -> None:

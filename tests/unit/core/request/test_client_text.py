@@ -15,9 +15,11 @@ from evoke_proxy.core.request.client_text import (
     asked_text,
     elements_of,
     has_only_additions,
+    is_result,
     searched_text,
     without_reminders,
 )
+from evoke_proxy.core.request.messages import Message
 
 REMINDER = (
     "<system-reminder>\nRun the tests.\n# claudeMd\nKeep <b>functions</b> small.\n"
@@ -201,6 +203,27 @@ def test_what_the_user_sends_while_an_agent_works_is_no_addition(text: str) -> N
     (element,) = elements_of(text, Role.USER)
     assert not element.is_reminder and not element.is_added
     assert "b.py" in searched_text(f"Thanks.\n{text}", Role.USER)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[read_file for 'src/a.py'] Result:\n1 | PORT = 1", True),
+        ("[execute_command for 'ls [a]\nls'] Result:\nCommand executed.\na.py", True),
+        ("[list_files] Result:\na.py", True),
+        ("[ERROR] You did not use a tool in your previous response! Please retry.", True),
+        ("[ask_followup_question for 'Which?'] Result:\n<answer>\nThe first.\n</answer>", False),
+        ("[attempt_completion] Result:\n<feedback>\nIt fails.\n</feedback>", False),
+        ("[a] Result: 4", False),
+        ("See [read_file for 'a.py'] Result:", False),
+        (f"[read_file for '{'a' * 3000}'] Result:", False),
+        ("[note to self] buy milk", False),
+    ],
+)
+def test_results_of_tools_that_are_called_in_text_are_recognized(text: str, expected: bool) -> None:
+    assert is_result(text) is expected
+    assert (Message(Role.USER, text).author is Role.TOOL) is expected
+    assert Message(Role.ASSISTANT, text).author is Role.ASSISTANT
 
 
 def test_long_files_that_a_client_adds_take_linear_time() -> None:

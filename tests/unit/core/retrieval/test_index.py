@@ -415,3 +415,5 @@ def test_a_file_that_a_client_adds_has_no_statements_instructions_or_questions_o
     assert [points > 0 for points in index.instruction_points(table)] == [True, False]
     assert index.statements(table)[1] == 0 and index.asks(table).tolist() == [True, False]
     assert index.relevance(Query.of("Where do I live? In Oslo?"), table)[1] > 0
+    result = BlockTable([replace(said, is_result=True)])
+    assert Index().instruction_points(result).tolist() == [0.0]

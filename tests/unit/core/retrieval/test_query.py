@@ -224,3 +224,16 @@ def test_only_messages_before_the_question_that_ask_something_are_questions() ->
 
 def test_a_question_of_many_commas_is_split_in_linear_time() -> None:
     assert exponent(lambda n: split_clauses(f"Is it {'a, ' * n}so?"), 500) < 1.5
+
+
+def test_a_result_that_a_client_sends_as_a_message_of_the_user_is_a_step() -> None:
+    """The query has what the user asked for, and a few words of the result."""
+    task, call = "Rename kappa7 everywhere.", "<read_file>\n<path>src/a.py</path>\n</read_file>"
+    result = f"[read_file for 'src/a.py'] Result:\n{'x = 1; ' * 300}"
+    messages = [{"role": "user", "content": task}]
+    for _ in range(2):
+        messages.append({"role": "assistant", "content": call})
+        messages.append({"role": "user", "content": result})
+    query = query_of(parse_chat("chat", {"messages": messages}))
+    (clause,) = query.clauses
+    assert task in clause and "src/a.py" in clause and clause.count("x = 1") < 20

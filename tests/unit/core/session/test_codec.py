@@ -43,7 +43,8 @@ def test_a_decoded_record_equals_the_encoded_one(hint: Hint | None) -> None:
 def test_what_a_client_has_added_is_recorded() -> None:
     record = session_record()
     layout = record.session.layout
-    for added in ({"is_added": True}, {"is_added": True, "is_reminder": True}):
+    file, result = {"is_added": True}, {"is_result": True}
+    for added in (file, file | {"is_reminder": True}, result):
         blocks = BlockTable(replace(block, **added) for block in layout.blocks)
         state = replace(record.session, layout=replace(layout, blocks=blocks))
         assert decode(encode(replace(record, session=state))).session.layout.blocks == blocks
