@@ -115,7 +115,7 @@ def refills(
 
 def _has_message_of_user(blocks: BlockTable, chosen: Mask) -> bool:
     """Return whether all blocks of a message of the user are chosen: it may state what is asked."""
-    of_user = chosen & (blocks.roles == _USER)
+    of_user = chosen & (blocks.authors == _USER)
     n_chosen = np.bincount(blocks.messages[of_user], minlength=int(blocks.messages.max()) + 1)
     n_blocks = np.bincount(blocks.messages, minlength=len(n_chosen))
     return bool((n_chosen[n_chosen > 0] == n_blocks[n_chosen > 0]).any())

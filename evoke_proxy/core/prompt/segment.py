@@ -194,8 +194,9 @@ class _MessageText:
         self._text = text
         self._elements = elements
         # A prompt whose messages have no known spans has them all in one.
-        is_of_user = item.role is Role.USER and not self.media and bool(rendered.turn_spans)
-        self._is_all_added = is_of_user and has_only_additions(message.printed)
+        is_of_user = item.role is Role.USER and bool(rendered.turn_spans)
+        is_added = is_of_user and not self.media and has_only_additions(message.printed)
+        self._is_all_added = is_added
         self.is_result = is_of_user and is_result(message.printed)
         rules = zip(elements, files, strict=True)
         self._rules = [(each, paths) for each, paths in rules if paths][:_MAX_RULES]

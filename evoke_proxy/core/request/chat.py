@@ -152,8 +152,8 @@ class ChatRequest:
         """
         after, answer = self._latest
         said = both_ends(answer.text, _STEP_CHARS) if answer is not None else ""
-        results = (both_ends(one.text, _MAX_REMINDER) for one in after if one.author is Role.TOOL)
-        ends = (both_ends(searched_text(text, Role.TOOL), _RESULT_CHARS) for text in results)
+        results = map(_result, (one for one in after if one.author is Role.TOOL))
+        ends = (both_ends(text, _RESULT_CHARS) for text in results)
         return "\n".join(filter(None, [said, *_all_arguments(answer), *ends]))
 
     @property
@@ -251,8 +251,15 @@ def _is_batch(prompt: list[Any]) -> bool:
 def _asked_or_found(message: Message) -> str:
     """What a message of the user or of a tool is searched for; "" for what a client has added."""
     if message.author is not Role.USER:
-        return message.text
+        return message.text if message.role is not Role.USER else _result(message)
     return "" if has_only_additions(message.text) else asked_text(message.text)
+
+
+def _result(message: Message) -> str:
+    """The text of a result of a tool without what a client has added to it."""
+    if message.role is Role.USER:
+        return searched_text(message.text, Role.USER)
+    return searched_text(both_ends(message.text, _MAX_REMINDER), message.role)
 
 
 def _all_arguments(answer: Message | None) -> list[str]:

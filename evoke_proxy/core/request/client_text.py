@@ -88,13 +88,18 @@ _MAX_FOLDER_CHARS = 300
 _RULES_CHARS, _CHARS_BEFORE = 1 << 16, 400
 # Files with rules in one addition, more of which have no names.
 _MAX_RULES_FILES = 8
-# How a message of the user begins that has the result of a tool, in Cline, Roo Code and Kilo Code,
-# where a model calls tools in its text: "[read_file for 'a.py'] Result:". What follows the first
-# pattern is searched for in so many characters; and tags around what the user says in a result.
-_RESULT_HEAD = re.compile(r"\[[a-z][a-z_]{2,40}[ \]]")
-_RESULT_END, _RESULT_CHARS = "] Result:", 2000
-_SAID_IN_RESULT = ("<answer>", "<feedback>", "<user_message>")
-_NO_CALL = "[ERROR] You did not use a tool"
+# How a message of the user begins and ends that has the result of a tool, in Cline, Roo Code and
+# Kilo Code, where a model calls tools in its text: "[read_file for 'a.py'] Result:", or the error
+# for an answer without a call. What a tool was called with stands before _RESULT, in so many
+# characters.
+_RESULT_HEAD = re.compile(
+    r"\[[A-Za-z][\w-]{1,80}(?:\] Result:| (?:for|in|to|completed)\b)"
+    r"|\[ERROR\] You did not use a tool"
+)
+_RESULT, _CALL_CHARS = "] Result:", 1 << 16
+_STATE, _STATE_CHARS = "</environment_details>", 128
+# Tags around what the user says to such a result, in a line after a colon.
+_SAID_TO_RESULT = re.compile(r":[ \t]{0,4}\n{1,3}<(?:answer|feedback|user_message)>")
 # Of a longer question the beginning and the end are read, which have this many characters each.
 _MAX_CHARS = 1 << 16
 
@@ -236,13 +241,16 @@ def is_result(text: str) -> bool:
     """Return whether a message of the user is the result of a tool called in the model's text.
 
     So is the error for an answer without a call. A result in which the user answers or comments is
-    none.
+    none, and neither is a text without the state of the editor at its end, which such clients send
+    with each message.
     """
-    if text.startswith(_NO_CALL):
-        return True
-    if not _RESULT_HEAD.match(text) or _RESULT_END not in text[:_RESULT_CHARS]:
+    head = _RESULT_HEAD.match(text)
+    if head is None or not text[-_STATE_CHARS:].rstrip().endswith(_STATE):
         return False
-    return not any(tag in text for tag in _SAID_IN_RESULT)
+    is_whole = head[0].endswith((_RESULT, "tool"))
+    if not is_whole and text.find(_RESULT, head.end(), head.end() + _CALL_CHARS) < 0:
+        return False
+    return _SAID_TO_RESULT.search(text) is None
 
 
 def both_ends(text: str, chars: int) -> str:

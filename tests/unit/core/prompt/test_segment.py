@@ -466,10 +466,13 @@ def test_a_prompt_of_one_span_and_a_picture_with_a_reminder_are_of_the_user() ->
 
 
 def test_the_result_of_a_tool_that_is_called_in_text_is_a_result() -> None:
-    text = "[read_file for 'a.py'] Result:\nPORT = 1"
+    state = "<environment_details>\n# Open Tabs\n</environment_details>"
+    text = f"[read_file for 'a.py'] Result:\nPORT = 1\n{state}"
     for role, expected in ((Role.USER, True), (Role.ASSISTANT, False)):
         drafts = _cut_lines(text, 10, Message(role, text))
         assert [draft.is_result for draft in drafts] == [expected] * len(drafts)
-    assert not any(
-        draft.is_result for draft in _cut_lines(CHANGED, 10, Message(Role.USER, CHANGED))
-    )
+    changed = _cut_lines(CHANGED, 10, Message(Role.USER, CHANGED))
+    assert not any(draft.is_result for draft in changed)
+    messages = [Message(Role.USER, "one"), Message(Role.USER, text), Message(Role.USER, "two")]
+    drafts = segment.cut(with_media((30, 606)), messages, CutOptions(64))
+    assert {draft.message for draft in drafts if draft.is_result} == {1}, "with a picture, too"

@@ -211,19 +211,40 @@ def test_what_the_user_sends_while_an_agent_works_is_no_addition(text: str) -> N
         ("[read_file for 'src/a.py'] Result:\n1 | PORT = 1", True),
         ("[execute_command for 'ls [a]\nls'] Result:\nCommand executed.\na.py", True),
         ("[list_files] Result:\na.py", True),
+        ("[mcp--docs--find] Result:\nnothing", True),
+        (f"[new_task in Code mode: '{'do it ' * 900}'] Result:\nDone.", True),
+        ("[read_file for 'a.md'] Result:\n1 | Put it in `<answer>`.\n2 | <answer>\n3 |", True),
         ("[ERROR] You did not use a tool in your previous response! Please retry.", True),
+        (
+            "[ERROR] You did not use a tool. Please retry.\nGuide:\n<feedback>\nGo.\n</feedback>",
+            False,
+        ),
         ("[ask_followup_question for 'Which?'] Result:\n<answer>\nThe first.\n</answer>", False),
-        ("[attempt_completion] Result:\n<feedback>\nIt fails.\n</feedback>", False),
-        ("[a] Result: 4", False),
+        ("[attempt_completion] Result:\n\n<feedback>\nIt fails.\n</feedback>", False),
+        (
+            "[list_files] Result:\na.py\n\nIn ACT MODE:\n<user_message>\nGo on.\n</user_message>",
+            False,
+        ),
+        ("[bug report] It says: [integration] Result: 3 failed.", False),
+        ("[question about grading] the sheet has [a] Result: 4", False),
         ("See [read_file for 'a.py'] Result:", False),
-        (f"[read_file for '{'a' * 3000}'] Result:", False),
+        (f"[read_file for '{'a' * 70_000}'] Result:", False),
         ("[note to self] buy milk", False),
     ],
 )
 def test_results_of_tools_that_are_called_in_text_are_recognized(text: str, expected: bool) -> None:
-    assert is_result(text) is expected
-    assert (Message(Role.USER, text).author is Role.TOOL) is expected
-    assert Message(Role.ASSISTANT, text).author is Role.ASSISTANT
+    whole = f"{text}\n{STATE}"
+    assert is_result(whole) is expected
+    assert (Message(Role.USER, whole).author is Role.TOOL) is expected
+    assert Message(Role.ASSISTANT, whole).author is Role.ASSISTANT
+    assert not is_result(text), "such clients send the state of the editor with each message"
+
+
+def test_a_result_is_recognized_in_linear_time() -> None:
+    def read(n: int) -> None:
+        is_result("[ls for " + ":\n" * n + "] Result:" + ":\n<answer" * n + STATE)
+
+    assert exponent(read, 5000) < 1.5
 
 
 def test_long_files_that_a_client_adds_take_linear_time() -> None:

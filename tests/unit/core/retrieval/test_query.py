@@ -229,7 +229,8 @@ def test_a_question_of_many_commas_is_split_in_linear_time() -> None:
 def test_a_result_that_a_client_sends_as_a_message_of_the_user_is_a_step() -> None:
     """The query has what the user asked for, and a few words of the result."""
     task, call = "Rename kappa7 everywhere.", "<read_file>\n<path>src/a.py</path>\n</read_file>"
-    result = f"[read_file for 'src/a.py'] Result:\n{'x = 1; ' * 300}"
+    state = "<environment_details>\n# Open Tabs\nb.py\n</environment_details>"
+    result = f"[read_file for 'src/a.py'] Result:\n{'x = 1; ' * 300}omega9\n{state}"
     messages = [{"role": "user", "content": task}]
     for _ in range(2):
         messages.append({"role": "assistant", "content": call})
@@ -237,3 +238,4 @@ def test_a_result_that_a_client_sends_as_a_message_of_the_user_is_a_step() -> No
     query = query_of(parse_chat("chat", {"messages": messages}))
     (clause,) = query.clauses
     assert task in clause and "src/a.py" in clause and clause.count("x = 1") < 20
+    assert "omega9" in clause and "Tabs" not in clause and "environment" not in clause
