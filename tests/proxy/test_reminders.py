@@ -10,6 +10,7 @@ from conversation import FILLER
 from harness import RunningProxy, ask
 from recovery_texts import FACT, QUESTION
 
+from evoke_proxy.core.model.block_table import BlockTable
 from evoke_proxy.core.model.blocks import Role
 
 JSON = {"Content-Type": "application/json"}
@@ -34,6 +35,22 @@ def _ask(running: RunningProxy, path: str, messages: list[dict[str, Any]]) -> No
     assert answer.status == 200, answer.body
 
 
+def _blocks_and_states(running: RunningProxy) -> tuple[BlockTable, dict[int, str]]:
+    """Return the blocks of the only conversation, and the state of each by its first position."""
+    (conversation,) = (each for each in running.gateway.server.conversations)
+    detail = ask(running.port, "GET", f"/evoke/sessions/{conversation.id}").body
+    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
+    return conversation.session.layout.blocks, states
+
+
+def _check_resident(running: RunningProxy, word: str) -> None:
+    """Check that the text with a word is in the cache, and that other text has left it."""
+    blocks, states = _blocks_and_states(running)
+    asked = [states[each.span.start] for each in blocks if word in each.text]
+    assert asked and set(asked) == {"resident"}
+    assert "saved_ram" in states.values()
+
+
 @pytest.mark.parametrize("path", ("/v1/chat/completions", "/v1/messages"))
 def test_the_words_of_the_user_come_back_without_the_reminder_beside_them(
     patched_proxy: RunningProxy, path: str
@@ -51,10 +68,8 @@ def test_the_words_of_the_user_come_back_without_the_reminder_beside_them(
         messages.append({"role": "assistant", "content": f"Noted {number}."})
     messages.append(said(QUESTION, REMINDER))
     _ask(patched_proxy, path, messages)
-    (conversation,) = (each for each in patched_proxy.gateway.server.conversations)
-    detail = ask(patched_proxy.port, "GET", f"/evoke/sessions/{conversation.id}").body
-    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
-    blocks = [each for each in conversation.session.layout.blocks if each.role is Role.USER]
+    all_blocks, states = _blocks_and_states(patched_proxy)
+    blocks = [each for each in all_blocks if each.role is Role.USER]
     (fact,) = (each for each in blocks if each.text == FACT)
     assert states[fact.span.start] == "resident"
     after = next(each for each in blocks if each.span.start == fact.span.end)
@@ -81,13 +96,7 @@ def test_files_that_change_during_a_task_do_not_replace_what_the_user_asked_for(
         changed = f"<system-reminder>\n{note}\n</system-reminder>"
         messages += [result, {"role": "user", "content": changed}]
         _ask(patched_proxy, "/v1/chat/completions", messages)
-    (conversation,) = (each for each in patched_proxy.gateway.server.conversations)
-    detail = ask(patched_proxy.port, "GET", f"/evoke/sessions/{conversation.id}").body
-    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
-    blocks = conversation.session.layout.blocks
-    asked = [states[each.span.start] for each in blocks if "kappa7" in each.text]
-    assert asked and set(asked) == {"resident"}
-    assert "saved_ram" in states.values()
+    _check_resident(patched_proxy, "kappa7")
 
 
 def test_results_of_tools_called_in_text_do_not_replace_what_the_user_asked_for(
@@ -107,10 +116,4 @@ def test_results_of_tools_called_in_text_do_not_replace_what_the_user_asked_for(
         result = f"[read_file for '{path}'] Result:\n{number}. {FILLER}\n{state}"
         messages.append({"role": "user", "content": result})
         _ask(patched_proxy, "/v1/chat/completions", messages)
-    (conversation,) = (each for each in patched_proxy.gateway.server.conversations)
-    detail = ask(patched_proxy.port, "GET", f"/evoke/sessions/{conversation.id}").body
-    states = {each["p0"]: each["state"] for each in json.loads(detail)["blocks"]}
-    blocks = conversation.session.layout.blocks
-    asked = [states[each.span.start] for each in blocks if "kappa8" in each.text]
-    assert asked and set(asked) == {"resident"}
-    assert "saved_ram" in states.values()
+    _check_resident(patched_proxy, "kappa8")

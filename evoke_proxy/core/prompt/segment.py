@@ -195,8 +195,8 @@ class _MessageText:
         self._elements = elements
         # A prompt whose messages have no known spans has them all in one.
         is_of_user = item.role is Role.USER and bool(rendered.turn_spans)
-        is_added = is_of_user and not self.media and has_only_additions(message.printed)
-        self._is_all_added = is_added
+        is_text = is_of_user and not self.media
+        self._is_all_added = is_text and has_only_additions(message.printed)
         self.is_result = is_of_user and is_result(message.printed)
         rules = zip(elements, files, strict=True)
         self._rules = [(each, paths) for each, paths in rules if paths][:_MAX_RULES]
