@@ -6,12 +6,13 @@ Unlike every other policy it changes the prompt: the removed text is not in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 from evoke_proxy.core.model.blocks import Role, parse_role
 from evoke_proxy.core.prompt.rendered import Rendered
+from evoke_proxy.core.request.client_text import has_only_additions
 from evoke_proxy.core.request.converters import responses_indexes
 from evoke_proxy.core.request.json_edit import remove_elements
 from evoke_proxy.core.request.json_parsing import parse_in_pieces, parsed_json
@@ -34,7 +35,8 @@ class _Item:
     """One element of the list of messages.
 
     Attributes:
-        role: Its role.
+        role: Its role; TOOL also for the result of a tool that a client sends as a message of the
+            user, and for what a client adds in a message of its own after the result of a tool.
         messages: Indexes of the messages that llama-server makes of it.
         calls: Ids of the tool calls that it contains.
         results: Ids of the tool calls whose results it contains.
@@ -66,7 +68,7 @@ def truncate_messages(
     excess = len(rendered.tokens) - limit
     if excess <= 0:
         return body, tuple(messages)
-    items = _items(body, dialect)
+    items = _as_steps(_items(body, dialect), messages)
     costs = {item.index: len(item.span) for item in rendered.spans}
     removed_items: set[int] = set()
     removed_messages: set[int] = set()
@@ -112,6 +114,25 @@ def _items(body: bytes, dialect: str) -> list[_Item]:
         )
         for element, messages, indexes in zip(elements, by_element, ranges, strict=True)
     ]
+
+
+def _as_steps(items: Sequence[_Item], messages: Sequence[Message]) -> list[_Item]:
+    """Return the items, with the role TOOL for those that belong to the step of an agent.
+
+    Coding agents send some of them with the role of the user, who would have no task otherwise.
+    """
+    seen: list[_Item] = []
+    for item in items:
+        own = [messages[index] for index in item.messages if index < len(messages)]
+        is_user = item.role is Role.USER and len(own) > 0
+        is_after_tool = len(seen) > 0 and seen[-1].role is Role.TOOL
+        if is_user and (
+            all(message.author is Role.TOOL for message in own)
+            or (is_after_tool and all(has_only_additions(message.text) for message in own))
+        ):
+            item = replace(item, role=Role.TOOL)
+        seen.append(item)
+    return seen
 
 
 def _role(element: object, read_messages: Sequence[Message]) -> Role:

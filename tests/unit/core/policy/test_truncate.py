@@ -74,6 +74,35 @@ def test_whole_turns_are_removed_from_the_oldest(roles: str, budget: int, left: 
     assert truncated(roles, budget) == left
 
 
+_CHANGED = "<system-reminder>\nNote: a.py was modified.\n</system-reminder>"
+_RESULT = (
+    "[read_file for 'a.py'] Result:\nA = 1\n<environment_details>\n# Files\n</environment_details>"
+)
+
+
+def test_what_a_client_says_after_results_does_not_replace_the_task() -> None:
+    messages: list[Json] = [{"role": "user", "content": "Mend a.py."}]
+    for i in range(3):
+        call = {"id": f"c{i}", "function": {"name": "read", "arguments": "{}"}}
+        messages += [
+            {"role": "assistant", "content": f"Step {i}.", "tool_calls": [call]},
+            {"role": "tool", "content": f"Text {i}.", "tool_call_id": f"c{i}"},
+            {"role": "user", "content": _CHANGED},
+        ]
+    left = truncate("chat", {"messages": messages}, 70)[0]["messages"]
+    assert left == [messages[0], *messages[4:]]
+    assert len(truncate("chat", {"messages": messages}, 1)[1]) == 4
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_results_as_messages_of_the_user_do_not_replace_the_task(dialect: str) -> None:
+    texts = ["Mend a.py.", *("Step.", _RESULT) * 3]
+    roles = ("user", "assistant") * 4
+    messages = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=False)]
+    assert truncate(dialect, {"messages": messages}, 50)[1] == [texts[0], *texts[3:]]
+    assert truncate(dialect, {"messages": messages}, 1)[1] == [texts[0], *texts[5:]]
+
+
 def test_the_reserve_is_subtracted_up_to_a_quarter_of_the_budget() -> None:
     assert [prompt_limit(100, reserve) for reserve in (0, 10, 25, 26, 9999)] == [
         100,
