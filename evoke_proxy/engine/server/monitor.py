@@ -203,13 +203,24 @@ class ServerMonitor:
             what = "Every request passes through"
             if directory := self.config.snapshots.directory:
                 what = f"Chats keep their slots on disk if llama-server saves slots to {directory}"
+            advice = problem or self._advice()
             return (
-                f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
-                f" start the patched one with --evoke-ram, or run evoke-proxy build-server{problem}"
+                f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted{advice}"
             )
         back = "" if self.server.can_adopt else "; a session that loses its slot is decoded again"
         slots = slots_in_words(self.server.n_slots)
         return f"llama-server at {url} is patched, {slots}; {budget.text}{back}{problem}"
+
+    def _advice(self) -> str:
+        """What to do so that a server without block calls can evict."""
+        if self.server.is_router:
+            return "; that needs a patched llama-server and a proxy for each model"
+        if self.server.obstacle == "unsupported":
+            return "; patches/SUPPORT.md lists what works"
+        return (
+            "; to evict, build the patched llama-server with `evoke-proxy build-server` and start"
+            " it with --evoke-ram"
+        )
 
     def log_description(self) -> None:
         """Log what the proxy does at this server; as a warning if that is not as configured."""
