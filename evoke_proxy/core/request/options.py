@@ -201,12 +201,12 @@ def check_marks(messages: Iterable[Mapping[str, Any]]) -> None:
             _refuse("evoke_name", "1 to 100 characters without control characters", name)
 
 
-def _refuse_name(field: str, known: Sequence[str], elsewhere: str) -> NoReturn:
-    """Refuse a field; `elsewhere` says where it belongs if it has that name in another place."""
+def _refuse_name(field: str, fields: Sequence[str], place: str) -> NoReturn:
+    """Refuse a field; `place` says where it belongs if it has that name in another place."""
     name = field[:100]  # a field may be as long as a body
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
-    problem = elsewhere or f"is not a field of evoke-proxy; {hint}"
+    near = difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
+    problem = place or f"is not a field of evoke-proxy; {hint}"
     raise RequestError(f"{name!r} {problem}", "evoke_field_unknown")
 
 
