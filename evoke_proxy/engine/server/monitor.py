@@ -197,6 +197,8 @@ class ServerMonitor:
                 " requests of clients that send a key of it can be managed"
             )
         url, budget = self._client.url, self.budget
+        if self.server.obstacle == "unreachable":
+            return f"llama-server at {url} does not answer: what it can do is unknown"
         problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
             # Whether llama-server saves slots there is known only after the probe, which logs it.

@@ -176,3 +176,10 @@ def test_a_server_that_cannot_evict_is_described_once_with_what_to_do(
     text = monitor.describe()
     assert f"nothing is evicted{advice}" in text
     assert text.count("build-server") <= 1
+
+
+def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:
+    config = Config(policy=PolicyConfig(budget=4096))
+    monitor = ServerMonitor(LlamaClient(config.upstream), config, Metrics())
+    assert monitor.server is UNKNOWN_SERVER
+    assert "does not answer" in monitor.describe() and "patched" not in monitor.describe()
