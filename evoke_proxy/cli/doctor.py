@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -96,9 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
         hint = (
             ""
             if arguments.upstream
-            else "; name its address with --upstream: `evoke-proxy up`"
-            " prints the port that it chose, and without --port llama-server listens on 9931"
-            " (older releases: 8080)"
+            else " (`evoke-proxy up` prints the port that it chose; without --port llama-server"
+            " listens on 9931, older releases on 8080)"
         )
         raise ConfigError(f"doctor: {error}{hint}") from error
     eviction = server.eviction
@@ -106,6 +106,9 @@ def run(arguments: argparse.Namespace) -> int:
     if findings is not None:
         changes += advice(findings, gets_blocks=eviction.lacks_ram)
     hints = doctor_eviction.hints(eviction)
+    if findings is not None and not findings.no_saves and findings.no_files:
+        hints.append(f"delete {_FILE_NAME}, which this test left in the directory of"
+                     " --slot-save-path")  # fmt: skip
     if arguments.json:
         summary = {"memory": findings.reuse.memory} if findings is not None else {}
         fields = asdict(server) | (asdict(findings) if findings is not None else {})
@@ -142,6 +145,10 @@ async def _examine(config: Config, n_tokens: int) -> tuple[Server, Findings | No
         info = ServerInfo.parse(props)
         if info.patched and not info.needs_full_state:
             return server, None
+        print(
+            "doctor: decoding test prompts in an idle slot; a large model takes minutes for that",
+            file=sys.stderr,
+        )
         directory = config.snapshots.directory
         return server, await _Examination(client, directory, n_tokens).findings()
 
@@ -524,14 +531,16 @@ def _report(findings: Findings) -> list[str]:
         f"model      {findings.model}, {slots_in_words(findings.n_slots)}, {findings.n_ctx} tokens"
         " each",
         f"build      {findings.build}",
-        f"memory     {reuse.memory}: {reuse.extends} of {reuse.n_tokens} tokens are reused when a"
-        f" prompt is continued, {reuse.edited} of {reuse.n_shared} shared ones when it is edited",
+        f"reuse      {reuse.extends} of {reuse.n_tokens} tokens when a prompt is continued,"
+        f" {reuse.edited} of {reuse.n_shared} shared ones when it is edited; kind of memory:"
+        f" {reuse.memory}",
         f"template   {_stability(findings.plain)}; with tools {_stability(findings.tools)}",
         f"cache      {_types(findings)}; flash attention: {_yes_or_no(findings.flash_attention)}",
         f"RAM cache  {_yes_or_no(findings.ram_cache)}; idle slots are emptied:"
         f" {_yes_or_no(findings.clears_idle)}",
-        f"slots      {findings.no_saves or 'can be saved'};"
-        f" {findings.no_files or 'files can be read here'}",
+        f"slots      cannot be saved: {findings.no_saves}"
+        if findings.no_saves
+        else f"slots      can be saved; {findings.no_files or 'files can be read here'}",
         f"prefill    {speeds.prefill_s * 1000:.0f} ms for {speeds.n_tokens} tokens",
     ]
     if reuse.restored_extends is not None:

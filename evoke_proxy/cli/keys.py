@@ -83,6 +83,10 @@ def _make_token(path: Path, keep: bool) -> int:
             return 0
         raise ConfigError(f"{path} exists already; delete it first to replace the token")
     write_secret(path, secrets.token_hex(32) + "\n")
+    print(
+        f"written: {path}; name it in security.admin_token_file or snapshots.key_file",
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -126,6 +130,7 @@ def _add(path: Path, text: str, caller: Caller) -> None:
     write_secret(path, lines)
     print(key)
     print(
-        f"this key belongs to the tenant {caller.tenant}; it cannot be displayed again",
+        f"this key belongs to the tenant {caller.tenant}; it cannot be displayed again. The proxy"
+        f" asks for keys if {_SETTING} (EVOKE_SECURITY_KEYS_FILE) is {path}",
         file=sys.stderr,
     )

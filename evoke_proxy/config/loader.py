@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import itertools
 import os
 import re
 import reprlib
@@ -16,7 +17,7 @@ import select
 import stat
 import types
 import typing
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -55,6 +56,8 @@ _REAL = re.compile(
 _MAX_NUMBER_CHARS = 40
 # Seconds to wait for the writer of a pipe that is given as a file.
 _PIPE_TIMEOUT_S = 5.0
+# Wrong keys that one error names.
+_MAX_WRONG_KEYS = 50
 _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # EVOKE_* variables that are not settings: the server build, tests and clients read them.
 _OTHER_VARIABLES = frozenset(
@@ -320,23 +323,34 @@ def put(tree: dict[str, Any], key: str, value: object) -> None:
     tree[last] = value
 
 
-def _check_keys(tree: Mapping[Any, object], allowed: Collection[str], prefix: str = "") -> None:
-    """Raise ConfigError for an unknown or removed key, or a section that is not a mapping."""
+def _check_keys(tree: Mapping[Any, object], allowed: Collection[str]) -> None:
+    """Raise ConfigError for unknown or removed keys, and sections that are no mappings.
+
+    The error names all of them, so that a file of an earlier version is corrected in one pass.
+    """
+    wrong = list(itertools.islice(_wrong_keys(tree, allowed), _MAX_WRONG_KEYS))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _wrong_keys(
+    tree: Mapping[Any, object], allowed: Collection[str], prefix: str = ""
+) -> Iterator[str]:
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if "." in str(name) and key in allowed:  # a dotted key in a file is never read
             section, _, last = key.partition(".")
-            raise ConfigError(f"{key}: unknown key; write {last} as a key of the mapping {section}")
-        if key in allowed:
+            yield f"{key}: unknown key; write {last} as a key of the mapping {section}"
+        elif key in allowed:
             continue
-        if key in REMOVED:
-            raise ConfigError(f"{key}: was removed, {REMOVED[key]}; delete the key")
-        if prefix or key not in sections():
-            raise ConfigError(_unknown_key(str(name), prefix))
-        if isinstance(value, dict):
-            _check_keys(value, allowed, f"{key}.")
+        elif key in REMOVED:
+            yield f"{key}: was removed, {REMOVED[key]}; delete the key"
+        elif prefix or key not in sections():
+            yield _unknown_key(str(name), prefix)
+        elif isinstance(value, dict):
+            yield from _wrong_keys(value, allowed, f"{key}.")
         elif value is not None:
-            _refuse(key, "a mapping", value)
+            yield f"{key}: must be a mapping, not {reprlib.repr(value)}"
 
 
 def _unknown_key(name: str, prefix: str) -> str:

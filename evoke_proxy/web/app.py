@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # The status that nginx logs for a client that disconnected before the answer.
 _STATUS_DISCONNECTED = 499
+# The facts of a request that is no chat.
+_RELAYED = {"decision": "relay"}
 
 
 def create_app(engine: ProxyGateway) -> web.Application:
@@ -132,6 +134,8 @@ def _map_errors(engine: ProxyGateway) -> Callable[..., Awaitable[web.StreamRespo
             # Part of an answer is sent: the head of another would be read as its body.
             _log.warning("answer to %s %r broke off: %s", request.method, request.path, failure)
             request.transport.abort()
+        if isinstance(failure, RequestError) and logs.FACTS.get() == _RELAYED:
+            logs.FACTS.set({"decision": "refused"})
         return error_responses.error_response(request.path, failure)
 
     return middleware
@@ -150,7 +154,7 @@ def _measure_and_log(engine: ProxyGateway) -> Callable[..., Awaitable[web.Stream
     async def middleware(request: web.Request, handler: _Handler) -> web.StreamResponse:
         began, status = time.monotonic(), _STATUS_DISCONNECTED
         logs.identify(request)
-        logs.FACTS.set({"decision": "relay"})
+        logs.FACTS.set(_RELAYED)
         engine.metrics.in_flight.inc()
         try:
             response = await handler(request)

@@ -83,6 +83,8 @@ def test_doctor_says_why_no_file_is_in_the_directory(
     reason = f"did not write doctor.evoke-part to {named}" if exists else f"{named} does not exist"
     assert code == 1 and reason in report["no_files"]
     assert any(reason in text for text in report["advice"])
+    assert (slots / "doctor.evoke-part").exists()
+    assert any("delete doctor.evoke-part" in text for text in report["hints"])
 
 
 @pytest.mark.parametrize(("saves", "reason"), [(True, "did not write"), (False, "be saved")])
@@ -96,9 +98,14 @@ def test_doctor_checks_the_directory_for_a_patched_server_that_needs_saved_slots
     model = ensure(SHAPES["tiny-qwen35"])
     with llama_server(server_binary(patched=True), *options, model=model) as port:
         code, report = _run_doctor(capsys, port, "--directory", str(named))
+        main(["doctor", "--upstream", f"http://127.0.0.1:{port}", "--tokens", "100"])
+        output = capsys.readouterr()
     assert code == 1 and report["eviction"]["is_patched"] and reason in report["no_files"]
     fix = "set snapshots.directory" if saves else "start it with --slot-save-path"
     assert any(fix in text for text in report["advice"])
+    rows = [line[:10].strip() for line in output.out.splitlines()]
+    facts = [row for row in rows if row not in ("change", "consider")]
+    assert len(facts) == len(set(facts)) and "takes minutes" in output.err
 
 
 PATCHED = ("-np", "1", "-c", "1024", "--evoke-ram", "16")

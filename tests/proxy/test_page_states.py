@@ -157,6 +157,7 @@ def test_the_page_reports_a_budget_that_is_not_in_force_with_its_fix(stock_port:
         await page.wait_for(_shows("#problems", "The budget of 4096 tokens is not in force"))
         await page.wait_for(_shows("#health", "passing through"))
         await page.wait_for(_shows("#problems", "To fix it: build the patched llama-server"))
+        await page.wait_for(_shows("#sessions", "None: requests pass through"))
         assert await violations_in(TWO_VIEWS, page, script) == []
 
     with proxy(stock_port, policy__budget=4096) as running:

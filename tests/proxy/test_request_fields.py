@@ -130,6 +130,27 @@ def test_an_unknown_field_is_answered_400_and_the_nearest_name_is_suggested(path
             assert error.get("code") in (code, None if "messages" in path else code)
 
 
+@pytest.mark.parametrize("path", (*CHATS, *COUNTS))
+def test_an_unknown_field_of_a_message_is_answered_400(path: str) -> None:
+    body, key = BODIES[path]
+    with fake_upstream(_ok) as fake, proxy(fake.port) as running:
+        for sent, hint in (
+            (_with_message_fields(path, {"evoke_kep": "pin"}), "did you mean evoke_keep?"),
+            (_with_message_fields(path, {"evoke_budget": 512}), "a field of the whole request"),
+            (body | {"evoke_name": "a"}, "a field of a message"),
+        ):
+            answer = _post(running.port, path, sent)
+            error = json.loads(answer.body)["error"]
+            assert (answer.status, fake.requests) == (400, [])
+            assert hint in error["message"]
+            code = "evoke_field_unknown"
+            assert error.get("code") in (code, None if "messages" in path else code)
+        other = _with_message_fields(path, {"my_evoke_kep": 1})
+        assert _post(running.port, path, other).status == 200
+        (request,) = [each for each in fake.requests if each.head.startswith(b"POST /v1/")]
+        assert json.loads(request.body)[key] == other[key]
+
+
 @pytest.mark.parametrize("path", COUNTS)
 def test_a_token_count_does_not_depend_on_fields_of_the_proxy(
     patched_port: int, patched_proxy: RunningProxy, path: str

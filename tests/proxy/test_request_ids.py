@@ -55,6 +55,8 @@ def test_each_request_has_one_log_line(caplog: pytest.LogCaptureFixture) -> None
     lines = _lines(caplog)
     statuses = [status for *_, status in requests.values()]
     assert [facts["status"] for facts, _ in lines] == [*statuses, 499]
+    decisions = [facts["decision"] for facts, _ in lines[1:5]]
+    assert decisions == ["refused", "relay", "refused", "refused"]
     for facts, message in lines:
         assert facts["ms"] >= 0
         begin = f"{facts['method']} {facts['path']} {facts['status']} decision={facts['decision']}"

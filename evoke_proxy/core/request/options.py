@@ -31,6 +31,7 @@ TOP_LEVEL_FIELDS = (
     "evoke_oracle",
 )
 OWN_FIELDS = frozenset(TOP_LEVEL_FIELDS)
+_PREFIX = "evoke_"
 
 _KEEP_VALUES = ("pin", "prefer")
 # Names of conversations, wherever they are given: they fit into a response header and a table.
@@ -87,8 +88,9 @@ def parse_options(body: Mapping[str, Any], has_marks: bool) -> RequestOptions:
     policy `oracle` is registered.
     """
     for key in body:
-        if key.startswith("evoke_") and key not in OWN_FIELDS:
-            _refuse_name(key)
+        if key.startswith(_PREFIX) and key not in OWN_FIELDS:
+            where = "is a field of a message: write it in the message that it is for"
+            _refuse_name(key, TOP_LEVEL_FIELDS, where if key in MESSAGE_FIELDS else "")
     names = policy_names()
     return RequestOptions(
         enabled=_flag(body, "evoke", True),
@@ -172,23 +174,26 @@ def _oracle(body: Mapping[str, Any], is_registered: bool) -> tuple[str | int, ..
 def messages_with_marks(
     body: Mapping[str, Any], unmarked: Mapping[str, int]
 ) -> list[Mapping[str, Any]]:
-    """The messages of a body that have a field of the proxy.
+    """The messages of a body that have a field of the proxy, or one that begins like these.
 
     `unmarked` maps the key of a list to the number of its first messages that have none.
     """
     # A call per message would be slow in long conversations.
-    keep, name = MESSAGE_FIELDS
     return [
         item
         for items in message_lists(body, unmarked)
         for item in items
-        if isinstance(item, dict) and (keep in item or name in item)
+        if isinstance(item, dict) and f"\n{_PREFIX}" in "\n".join(("", *item))
     ]
 
 
 def check_marks(messages: Iterable[Mapping[str, Any]]) -> None:
-    """Raise RequestError when a field of the proxy in a message is wrong."""
+    """Raise RequestError when a field of the proxy in a message is wrong or unknown."""
     for item in messages:
+        for key in item:
+            if key.startswith(_PREFIX) and key not in MESSAGE_FIELDS:
+                where = "is a field of the whole request: write it beside the list of messages"
+                _refuse_name(key, MESSAGE_FIELDS, where if key in OWN_FIELDS else "")
         keep, name = item.get("evoke_keep"), item.get("evoke_name")
         if keep is not None and keep not in _KEEP_VALUES:
             _refuse("evoke_keep", "pin or prefer", keep)
@@ -196,11 +201,13 @@ def check_marks(messages: Iterable[Mapping[str, Any]]) -> None:
             _refuse("evoke_name", "1 to 100 characters without control characters", name)
 
 
-def _refuse_name(field: str) -> NoReturn:
+def _refuse_name(field: str, fields: Sequence[str], place: str) -> NoReturn:
+    """Refuse a field; `place` says where it belongs if it has that name in another place."""
     name = field[:100]  # a field may be as long as a body
-    near = difflib.get_close_matches(name, TOP_LEVEL_FIELDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(TOP_LEVEL_FIELDS)}"
-    raise RequestError(f"{name!r} is not a field of evoke-proxy; {hint}", "evoke_field_unknown")
+    near = difflib.get_close_matches(name, fields, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(fields)}"
+    problem = place or f"is not a field of evoke-proxy; {hint}"
+    raise RequestError(f"{name!r} {problem}", "evoke_field_unknown")
 
 
 def _refuse(field: str, expected: str, value: object) -> NoReturn:

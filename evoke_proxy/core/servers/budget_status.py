@@ -70,8 +70,7 @@ def budget_status(policy: PolicySettings, server: ServerInfo) -> BudgetStatus:
             None,
             "router",
             f"the budget of {budget} tokens is not in force: a router forwards no block calls",
-            "run a patched llama-server for each model and name them in pool.upstreams, or remove"
-            " policy.budget",
+            "run a patched llama-server and a proxy for each model, or remove policy.budget",
         )
     if not server.patched:
         return _unpatched(budget, server)
@@ -179,7 +178,7 @@ def _longer_context_or_less(budget: int, server: ServerInfo) -> str:
 
 def _unpatched(budget: int, server: ServerInfo) -> BudgetStatus:
     """Return the status of a configured budget at a server without block calls."""
-    problem = f"the budget of {budget} tokens is not in force: {server.reason}"
+    problem = f"the budget of {budget} tokens is not in force at this llama-server: {server.reason}"
     if server.obstacle == "unsupported":
         return BudgetStatus(
             None,

@@ -197,19 +197,32 @@ class ServerMonitor:
                 " requests of clients that send a key of it can be managed"
             )
         url, budget = self._client.url, self.budget
+        if self.server.obstacle == "unreachable":
+            return f"llama-server at {url} does not answer: what it can do is unknown"
         problem = f". Change this: {budget.warning}" if budget.problem else ""
         if not self.server.patched:
             # Whether llama-server saves slots there is known only after the probe, which logs it.
             what = "Every request passes through"
             if directory := self.config.snapshots.directory:
                 what = f"Chats keep their slots on disk if llama-server saves slots to {directory}"
+            advice = problem or self._advice()
             return (
-                f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted;"
-                f" start the patched one with --evoke-ram, or run evoke-proxy build-server{problem}"
+                f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted{advice}"
             )
         back = "" if self.server.can_adopt else "; a session that loses its slot is decoded again"
         slots = slots_in_words(self.server.n_slots)
         return f"llama-server at {url} is patched, {slots}; {budget.text}{back}{problem}"
+
+    def _advice(self) -> str:
+        """What to do so that a server without block calls can evict."""
+        if self.server.is_router:
+            return "; that needs a patched llama-server and a proxy for each model"
+        if self.server.obstacle == "unsupported":
+            return "; patches/SUPPORT.md lists what works"
+        return (
+            "; to evict, build the patched llama-server with `evoke-proxy build-server` and start"
+            " it with --evoke-ram"
+        )
 
     def log_description(self) -> None:
         """Log what the proxy does at this server; as a warning if that is not as configured."""

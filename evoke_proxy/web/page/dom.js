@@ -58,7 +58,7 @@ export function ago(at) {
 // "34 %", and "<1 %" for what is more than nothing.
 export function percent(part, whole) {
   const share = (100 * part) / (whole || 1);
-  return share > 0 && share < 1 ? "<1 %" : `${Math.round(share)} %`;
+  return share > 0 && share < 1 ? "<1\u00a0%" : `${Math.round(share)}\u00a0%`;
 }
 
 // Gives a list these items, each made once by `make(item)` and changed by `update(node, item)`. An item

@@ -12,8 +12,8 @@ export const STATES = {
 // is wide enough to be hit.
 const MIN_PIXELS = 0.44, MAX_PIXELS = 4, LABEL_PIXELS = 62, FINE_PIXELS = 24, COARSE_PIXELS = 32;
 const leastWidth = () => (matchMedia("(pointer: coarse), (max-width: 48rem)").matches ? COARSE_PIXELS : FINE_PIXELS);
-const HELP = "Point at a block, or select one by a click or with the arrow keys. P pins the selected block; Delete asks,"
-  + " then drops it.";
+const HELP = "Each row is a turn. Point at a block, or select one by a click or with the arrow keys. P pins the selected"
+  + " block; Delete asks, then drops it.";
 
 const keyOf = (block) => `${block.p0}-${block.p1}`;
 const length = (block) => block.p1 - block.p0;

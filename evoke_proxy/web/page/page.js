@@ -8,15 +8,15 @@ import { ago, byId, bytes, clock, el, number, plural } from "./dom.js";
 import { bar, blockMap, legend, STATES } from "./map.js";
 import { overview } from "./overview.js";
 import { displayName, sessionList } from "./sessions.js";
-import { EVENT_TEXTS, firstSession, health, modeText, SERVER_AWAY, SNAPSHOT_KINDS } from "./words.js";
+import { EVENT_TEXTS, firstSession, health, modeText, noSessions, SERVER_AWAY, SNAPSHOT_KINDS } from "./words.js";
 
 // What goes on after an answer, such as the copying of new blocks, is no event: it is loaded a while later.
 const MAX_EVENTS = 200, REFRESH_MS = 20000, AFTERWARDS_MS = 2500;
-const state = { sessions: [], shown: null, map: null, mode: null, streamError: null, loadError: null, hasLoaded: false, problems: [] };
+const state = { sessions: [], shown: null, map: null, mode: null, status: null, streamError: null, loadError: null, hasLoaded: false, problems: [] };
 const selectedId = () => {
   try { return decodeURIComponent(location.hash.replace(/^#\/?/, "")) || null; } catch { return null; } // not one of our links
 };
-const list = sessionList(selectedId);
+const list = sessionList(selectedId, () => noSessions(state.status));
 
 // ---- notices -------------------------------------------------------------------------------------
 
@@ -66,6 +66,7 @@ function pill(kind, text) {
 async function refreshHead() {
   const status = await call("GET", "status");
   state.mode = status.mode;
+  state.status = status;
   head(status);
   byId("default-budget").hidden = status.reachable && status.mode !== "budgeted" && status.mode !== "mixed";
   servers(status.servers ?? []);

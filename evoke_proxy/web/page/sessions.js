@@ -6,7 +6,8 @@ import { ago, byId, el, number, plural, reconcile } from "./dom.js";
 const RELEASE_MS = 600;
 export const displayName = (session) => session.name ?? session.id;
 
-export function sessionList(selectedId) {
+// `emptyText` returns what an empty list says.
+export function sessionList(selectedId, emptyText) {
   const list = byId("sessions");
   let sessions = [], order = [], releaseTimer = null, isTouched = false;
 
@@ -34,8 +35,7 @@ export function sessionList(selectedId) {
     order = rows.map((session) => session.id);
     list.querySelector(".empty")?.remove();
     reconcile(list, rows, (session) => session.id, () => el("li", {}, el("a", {})), update);
-    if (!rows.length) list.append(el("li", { class: "empty" }, "None yet. Send a chat request to the proxy, at the address that it"
-      + " printed when it started."));
+    if (!rows.length) list.append(el("li", { class: "empty" }, emptyText()));
   }
 
   function update(item, session) {

@@ -44,6 +44,11 @@ const BLANKS = {
 };
 export const firstSession = (mode) => BLANKS[mode] ?? "This part will show what each turn of the session cost.";
 
+// What the list says while it is empty. A server that is away is not known to be without sessions.
+export const noSessions = (status) => status?.reachable && status.mode === "pass-through"
+  ? "None: requests pass through. Sessions are listed where the proxy keeps a budget or snapshots."
+  : "None yet. Send a chat request to the proxy, at the address that it printed when it started.";
+
 // Where in a session a snapshot was taken.
 export const SNAPSHOT_KINDS = {
   user: "after a user message",

@@ -24,6 +24,23 @@ def test_a_token_without_a_file_does_not_blame_the_file_of_keys(
     assert "keys_file" not in message
 
 
+def test_add_and_token_say_which_setting_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    assert main(["keys", "add", "alice", "--file", str(path)]) == 0
+    output = capsys.readouterr()
+    assert len(output.out.split()) == 1
+    assert f"security.keys_file (EVOKE_SECURITY_KEYS_FILE) is {path}" in output.err
+    path.unlink()
+    assert main(["keys", "token", "--file", str(path)]) == 0
+    output = capsys.readouterr()
+    assert output.out == "" and f"written: {path}" in output.err
+    assert "security.admin_token_file" in output.err
+    assert main(["keys", "token", "--file", str(path), "--keep"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_keys_without_a_file_or_a_name_say_what_to_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,15 @@ def test_an_unknown_override_is_refused() -> None:
         load(None, {}, {"policy.nothing": 3})
 
 
+def test_all_wrong_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    text = "polcy: {}\nupstream: {connect_timeout_s: 1, ulr: a}\npool: 3\n"
+    with pytest.raises(ConfigError) as raised:
+        load(_file(tmp_path, text))
+    assert [line.partition(": ")[0] for line in str(raised.value).split("\n")] == [
+        *("polcy", "upstream.connect_timeout_s", "upstream.ulr", "pool")
+    ]
+
+
 def test_without_a_file_the_defaults_apply() -> None:
     assert load() == Config()
 

@@ -33,7 +33,7 @@ def test_a_budget_below_the_cells_is_in_force() -> None:
         (3000, STOCK, "no_block_calls", "--evoke-ram"),
         (3000, replace(STOCK, obstacle="unsupported"), "unsupported", "SUPPORT.md"),
         (3000, UNKNOWN_SERVER, "unreachable", "start llama-server"),
-        (3000, ServerInfo.parse({"role": "router"}), "router", "pool.upstreams"),
+        (3000, ServerInfo.parse({"role": "router"}), "router", "a proxy for each model"),
     ],
 )
 def test_a_budget_that_is_not_in_force_has_a_code_and_a_fix(

@@ -11,7 +11,7 @@ import virtual_time
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config, UpstreamConfig
+from evoke_proxy.config import Config, PolicyConfig, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import (
@@ -156,3 +156,30 @@ def test_a_reply_with_another_instance_id_causes_a_check() -> None:
         assert monitored.n_calls == 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("props", "budget", "advice"),
+    [
+        ({}, None, "; to evict, build the patched llama-server with `evoke-proxy build-server`"),
+        ({"role": "router"}, None, "; that needs a patched llama-server and a proxy for each"),
+        ({"evoke": {"unsupported": "context shift is on"}}, None, "; patches/SUPPORT.md lists"),
+        ({}, 4096, ". Change this: the budget of 4096 tokens is not in force at this llama-server"),
+    ],
+)
+def test_a_server_that_cannot_evict_is_described_once_with_what_to_do(
+    props: dict[str, Any], budget: int | None, advice: str
+) -> None:
+    config = Config(policy=PolicyConfig(budget=budget))
+    monitor = ServerMonitor(LlamaClient(config.upstream), config, Metrics())
+    monitor.server = ServerInfo.parse(props)
+    text = monitor.describe()
+    assert f"nothing is evicted{advice}" in text
+    assert text.count("build-server") <= 1
+
+
+def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:
+    config = Config(policy=PolicyConfig(budget=4096))
+    monitor = ServerMonitor(LlamaClient(config.upstream), config, Metrics())
+    assert monitor.server is UNKNOWN_SERVER
+    assert "does not answer" in monitor.describe() and "patched" not in monitor.describe()
