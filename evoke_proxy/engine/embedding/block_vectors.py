@@ -30,6 +30,7 @@ from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 
@@ -130,13 +131,12 @@ class BlockVectors:
         for _ in range(_STEPS_TO_SEND + len(request.body) // PIECE_BYTES):
             await asyncio.sleep(0)
         if not is_ranked:
-            with trace.beside():
-                return PreparedQuery(query=query_of(request.chat))
+            return PreparedQuery(query=await _query_of(request, trace))
         with trace.beside():
             conversation = self._continued(request)
             if conversation is not None and more is not None:
                 more.start(conversation)
-            query = query_of(request.chat)
+        query = await _query_of(request, trace)
         if self._embedding.on:
             query = await self._embedded_query(query, request.tenant, trace)
         with trace.beside():
@@ -291,6 +291,14 @@ class BlockVectors:
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
         with trace.beside():
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
+
+
+async def _query_of(request: ParsedChat, trace: RequestTrace) -> Query:
+    """The query of a request, without vectors; of a large one it is built in a thread."""
+    if is_large(request.body):
+        return await run_off_loop(request.body, query_of, request.chat)
+    with trace.beside():
+        return query_of(request.chat)
 
 
 def _prepared(message: Message) -> str:

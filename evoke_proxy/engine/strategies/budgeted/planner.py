@@ -131,7 +131,8 @@ class Planner:
         if body == turn.body:
             return turn
         chat = replace(turn.chat, messages=messages)
-        return replace(turn, body=body, chat=chat, query=query_of(chat).like(turn.query))
+        query = await run_off_loop(body, query_of, chat)
+        return replace(turn, body=body, chat=chat, query=query.like(turn.query))
 
     def exceeds_context(self, rendered: Rendered, n_answer: int = 0) -> bool:
         """Whether a prompt and an answer of `n_answer` tokens exceed the context of a slot."""
@@ -330,7 +331,8 @@ class Planner:
         rendered = await divided(rendered, quoted.request)
         query = turn.query  # a quotation of removed messages is no part of the question
         if not quoted.is_past:
-            query = query_of(quoted.request).like(turn.query)
+            asked = await run_off_loop(quoted.body, query_of, quoted.request)
+            query = asked.like(turn.query)
         extended = replace(turn, chat=quoted.request, rendered=rendered, query=query)
         longer = await self._begin(extended, extended.view)
         n_answer = turn.chat.max_tokens or started.config.reserve_tokens
