@@ -95,3 +95,42 @@ def test_long_messages_of_a_coding_agent_do_not_block_the_event_loop(
             assert answer.status == 400, answer.body[:300]
             measured += longest
         assert min(measured) < _LIMIT_S, measured
+
+
+def _calls(n: int) -> list[dict[str, Any]]:
+    """Calls whose arguments a template without tools leaves out."""
+    function = {"name": "f", "arguments": json.dumps({"path": "a", "x": [0] * 8000})}
+    return [{"id": str(i), "type": "function", "function": function} for i in range(n)]
+
+
+# Conversations with a short prompt, of many messages or of a large body.
+_SHORT_PROMPTS = {
+    "tiny messages": [{"role": role, "content": "a"} for role in ["user", "assistant"] * 600],
+    "arguments": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": _calls(1000)},
+        {"role": "tool", "tool_call_id": "0", "content": "c"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", _SHORT_PROMPTS)
+def test_a_new_conversation_is_divided_into_blocks_outside_the_event_loop(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("-np", "1", "-c", "16384", "--slot-save-path", str(tmp_path), *_PLANNED)
+    with (
+        llama_server(server_binary(patched=True), *options) as port,
+        proxy(port, policy__budget=2048, snapshots__directory=str(tmp_path)) as running,
+    ):
+        measured = list[float]()
+        while not measured or (measured[-1] >= _LIMIT_S and len(measured) < _MAX_MEASUREMENTS):
+            system = {"role": "system", "content": f"{len(measured)}"}
+            messages = [system, *_SHORT_PROMPTS[name], {"role": "user", "content": "d"}]
+            body = json.dumps({"max_tokens": 2, "messages": messages}).encode()
+            with longest_callback(monkeypatch) as longest:
+                answer = ask(running.port, "POST", "/v1/chat/completions", body)
+            assert answer.status == 200, answer.body[:300]
+            measured += longest
+        assert min(measured) < _LIMIT_S, measured
+        assert running.metric("evoke_degraded_total") == 0

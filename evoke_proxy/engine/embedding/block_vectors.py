@@ -172,15 +172,16 @@ class BlockVectors:
             n_rendered = previous.spans[-1].index + 1
         first = max(0, min(n_rendered, n_messages - 1), n_messages - _MAX_PREPARED)
         messages = [chat.messages[i] for i in range(first, n_messages)]
-        new = [(_prepared(one), one.role) for one in messages]
-        texts = [text for text, _ in new[:-1]]
+        found = list(map(_short_text, messages))
+        earlier = found[:-1]
         if first:
-            texts.append(_prepared(chat.messages[first - 1]))
+            earlier.append(_short_text(chat.messages[first - 1]))
         vectors = dict[str, Vectors]()
         if self._embedding.is_immediate:
-            texts = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
+            texts = [text for text in dict.fromkeys(earlier) if text is not None]
             vectors = dict(zip(texts, self._embedded(texts), strict=True))
-        short = [one for one in new if len(one[0]) <= _MAX_PREPARED_CHARS]
+        pairs = zip(found, messages, strict=True)
+        short = [(text, one.role) for text, one in pairs if text is not None]
         return PreparedTexts.of(short, vectors, query)
 
     def take_new(self, conversation: Conversation) -> LabeledVectors:
@@ -301,10 +302,13 @@ async def _query_of(request: ParsedChat, trace: RequestTrace) -> Query:
         return query_of(request.chat)
 
 
-def _prepared(message: Message) -> str:
-    """The text by which a message is found; of a long one, which is not prepared, all of it."""
+def _short_text(message: Message) -> str | None:
+    """The text by which a short message is found; None for a longer one, which is not prepared."""
+    n_calls = sum(len(call.arguments) for call in message.tool_calls)
+    if len(message.text) + n_calls > _MAX_PREPARED_CHARS:
+        return None
     text = message.printed
-    return text if len(text) > _MAX_PREPARED_CHARS else searched_text(text, message.role)
+    return None if len(text) > _MAX_PREPARED_CHARS else searched_text(text, message.role)
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

@@ -34,7 +34,7 @@ from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.session_worker import has_many_messages, has_many_terms, is_long
+from evoke_proxy.engine.server.session_worker import has_many_terms
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober
@@ -385,9 +385,7 @@ class Planner:
     async def _compute(self, turn: RenderedTurn, work: Callable[[], T], n_vectors: int = 0) -> T:
         """The result of `work`, which changes the session; in a thread when that takes long."""
         n_shared = common_prefix(turn.conversation.session.tokens, turn.rendered.tokens)
-        n_terms = turn.texts.n_query_terms
-        long = is_long(len(turn.rendered.tokens), n_shared, n_vectors, n_terms)
-        long |= has_many_messages(len(turn.rendered.spans_after(n_shared)))
+        long = turn.takes_long(n_shared, n_vectors, turn.texts.n_query_terms)
         # All of the removed text is compared when a prompt does not continue the previous one.
         session = turn.conversation.session
         long |= quotes_past(session.config) and n_shared < session.layout.generation
