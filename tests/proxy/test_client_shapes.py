@@ -46,6 +46,27 @@ def test_the_turns_of_a_transcript_are_the_blocks_of_its_conversation(port: int)
         assert conversation.n_turns == 7
 
 
+def test_a_conversation_goes_on_after_a_transcript_that_the_user_pasted(port: int) -> None:
+    pasted = "".join(f"User: And river {i}?\nAssistant: It is long, {i}.\n" for i in range(6))
+    note = "<system-reminder>\nNote: a.py was modified. {}\n</system-reminder>"
+    asked = [f"{pasted}User: Which one is the longest?"]
+    asked += [f"And the second?\n{note.format('It is changed. ' * 9)}", "Thanks."]
+    said, messages = list[dict[str, str]](), list[list[int]]()
+    with proxy(port, policy__budget=BUDGET) as running:
+        for text in asked:
+            said.append({"role": "user", "content": text})
+            body = json.dumps({"messages": said, "max_tokens": 4}).encode()
+            answer = json.loads(ask(running.port, "POST", "/v1/chat/completions", body).body)
+            said.append(
+                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+            )
+            (conversation,) = [each for one in running.servers for each in one.conversations]
+            messages.append(conversation.session.layout.blocks.messages.tolist())
+        assert running.metric("evoke_degraded_total") == 0
+    assert messages[0][-1] > 4, "the turns of the transcript are messages"
+    assert all(found == sorted(found) for found in messages) and messages[2][-1] == 4
+
+
 def test_a_clock_is_recognized_and_its_cost_is_reported(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:

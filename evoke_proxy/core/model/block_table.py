@@ -289,6 +289,17 @@ class BlockTable(Sequence[Block]):
             blocks[i], names[i] = replace(blocks[i], label=label), label
         return self._from_parts(tuple(blocks), tuple(names), self._columns, self.copied)
 
+    def with_messages(self, messages: Positions) -> BlockTable:
+        """Replace the indexes of the blocks' messages [n]; this table when none differs."""
+        changed = (messages != self.messages).nonzero()[0].tolist()
+        if not changed:
+            return self
+        blocks = list(self._blocks)
+        for i in changed:
+            blocks[i] = replace(blocks[i], message=int(messages[i]))
+        columns = self._columns._replace(messages=messages)
+        return self._from_parts(tuple(blocks), self._labels, columns, self.copied)
+
     @property
     def lengths(self) -> Positions:
         """Number of tokens of each block [n]."""

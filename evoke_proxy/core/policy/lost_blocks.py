@@ -151,11 +151,16 @@ def _runs(wanted: Mask) -> list[tuple[int, int]]:
 
 def _joined(runs: list[tuple[int, int]], blocks: BlockTable) -> list[tuple[int, int]]:
     """Join ranges with the fewest tokens between them until there are few enough."""
-    while len(runs) > _MAX_STEPS:
-        between = [
-            int(blocks.starts[after[0]] - blocks.ends[before[1] - 1])
-            for before, after in pairwise(runs)
-        ]
-        at = between.index(min(between))
-        runs = [*runs[:at], (runs[at][0], runs[at + 1][1]), *runs[at + 2 :]]
-    return runs
+    between = [
+        int(blocks.starts[after[0]] - blocks.ends[before[1] - 1])
+        for before, after in pairwise(runs)
+    ]
+    n_joined = max(0, len(runs) - _MAX_STEPS)
+    shortest = set(sorted(range(len(between)), key=between.__getitem__)[:n_joined])
+    joined = runs[:1]
+    for i, run in enumerate(runs[1:]):
+        if i in shortest:
+            joined[-1] = joined[-1][0], run[1]
+        else:
+            joined.append(run)
+    return joined

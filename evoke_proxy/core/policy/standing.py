@@ -5,7 +5,7 @@ Each kind of block may use a share of the room, so that none displaces what the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -160,26 +160,36 @@ def _newest_readings(named: Positions, blocks: BlockTable, name: str) -> Positio
     for _, group in groupby(named[::-1].tolist(), key=lambda i: blocks[i].message):
         if len(read) >= _MAX_RULE_PATHS:
             break
-        paths_of = {i: _paths(blocks[i].aliases, name) for i in group}
-        readings = [
-            i
-            for i, paths in paths_of.items()
-            if not all(any(_is_same(path, newer) for newer in read) for path in paths)
-        ]
-        read = read.union(*(paths_of[i] for i in readings))
-        newest += readings[::-1]
+        # Most blocks of a message have the same names.
+        aliases_of = {i: blocks[i].aliases for i in group}
+        found = {aliases: _unread(aliases, name, read) for aliases in set(aliases_of.values())}
+        newest += [i for i, aliases in aliases_of.items() if found[aliases]][::-1]
+        read = read.union(*found.values())
     return np.array(newest, np.int64)
 
 
-def _paths(aliases: Sequence[str], name: str) -> set[str]:
-    """Return the paths of a file `name` among the names of a block; `name` itself without any."""
+def _unread(aliases: Sequence[str], name: str, read: Set[str]) -> Set[str]:
+    """Return the paths of a file `name` among the names of a block; none if all of them are `read`.
+
+    The paths are those of `_paths`.
+    """
+    paths = _paths(aliases, name)
+    new = (path for path in paths - read if not any(_is_same(path, newer) for newer in read))
+    return paths if any(new) else frozenset()
+
+
+def _paths(aliases: Sequence[str], name: str) -> Set[str]:
+    """Return the paths of a file `name` among the names of a block; `name` itself without any.
+
+    Each has a slash before it, also a relative one.
+    """
     named = {alias.lower().replace("\\", "/").removeprefix("./") for alias in aliases}
-    return {path for path in named if path.endswith(f"/{name}")} or {name}
+    return {f"/{path}" for path in named if path.endswith(f"/{name}")} or {f"/{name}"}
 
 
 def _is_same(path: str, other: str) -> bool:
-    """Whether two paths may be those of one file: one of them may be relative."""
-    return f"/{path}".endswith(f"/{other}") or f"/{other}".endswith(f"/{path}")
+    """Whether two paths with a slash before them may be of one file: one may be relative."""
+    return path.endswith(other) or other.endswith(path)
 
 
 def task_blocks(view: PolicyView, room: Room, others: Mask) -> Mask:

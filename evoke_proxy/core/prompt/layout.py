@@ -156,6 +156,9 @@ class Layout:
         boundaries = outside_media(boundaries, rendered.media)
         prefix = self._kept_prefix(min(shared, rendered.generation), boundaries, tokens)
         prefix = self._before_branch(prefix, tokens)
+        # Other messages may have the same tokens: a transcript is no longer divided into its turns
+        # once its conversation goes on, and a client may leave out a message without tokens.
+        prefix = prefix.with_messages(rendered.messages_at(prefix.starts))
         ranges = [item for item in self.ranges if self._may_match(item, shared, view)]
         keeps_all = len(prefix) >= len(self.blocks)
         numbers = self.numbers if keeps_all else next_numbers(b.display_name for b in prefix)

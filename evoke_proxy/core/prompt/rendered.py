@@ -269,6 +269,22 @@ class Rendered:
         at = bisect_left(spans, position, key=_span_end)
         return spans[at].span.start if at < len(spans) else 0
 
+    def messages_at(self, positions: Positions) -> Positions:
+        """The index in `turn_spans` of the message that has each of these positions [n].
+
+        Those behind all messages belong to the last one; without spans there is one message.
+        """
+        spans = self.turn_spans
+        if not len(spans):
+            return np.zeros(len(positions), np.int64)
+        if isinstance(spans, _SpanColumns):
+            index, ends = spans.columns
+        else:
+            index = np.array([item.index for item in spans], np.int64)
+            ends = np.array([item.span.end for item in spans], np.int64)
+        found: Positions = index[ends[:-1].searchsorted(positions, "right")]
+        return found
+
     def spans_after(self, position: int) -> Sequence[MessageSpan]:
         """Those of `turn_spans` that end after a position."""
         spans = self.turn_spans
@@ -398,6 +414,11 @@ class _SpanColumns(Sequence[MessageSpan]):
         """End positions of a role's messages, without an object for each."""
         ends: Positions = self._ends.rows[self._role.rows == ROLES.index(role)]
         return ends
+
+    @property
+    def columns(self) -> tuple[Positions, Positions]:
+        """Index and end position of each message."""
+        return self._index.rows, self._ends.rows
 
     def first_after(self, position: int) -> int:
         """The index of the first message that ends after a position."""

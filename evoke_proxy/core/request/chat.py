@@ -16,6 +16,7 @@ from typing import Any
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request import messages
 from evoke_proxy.core.request.client_text import (
+    MAX_CHARS,
     asked_text,
     both_ends,
     has_only_additions,
@@ -258,7 +259,7 @@ def _asked_or_found(message: Message) -> str:
 def _result(message: Message) -> str:
     """The text of a result of a tool without what a client has added to it."""
     if message.role is Role.USER:
-        return searched_text(message.text, Role.USER)
+        return searched_text(both_ends(message.text, MAX_CHARS), Role.USER)
     return searched_text(both_ends(message.text, _MAX_REMINDER), message.role)
 
 

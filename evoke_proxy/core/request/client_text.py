@@ -98,10 +98,18 @@ _RESULT_HEAD = re.compile(
 )
 _RESULT, _CALL_CHARS = "] Result:", 1 << 16
 _STATE, _STATE_CHARS = "</environment_details>", 128
-# Tags around what the user says to such a result, in a line after a colon.
-_SAID_TO_RESULT = re.compile(r":[ \t]{0,4}\n{1,3}<(?:answer|feedback|user_message)>")
-# Of a longer question the beginning and the end are read, which have this many characters each.
-_MAX_CHARS = 1 << 16
+# Tags around what the user says to such a result, and what stands before them: a line that ends
+# with a colon. So many of the tags are looked at.
+_SAID_TO_RESULT, _MAX_SAID = re.compile(r"\n<(?:answer|feedback|user_message)>"), 64
+_BEFORE_SAID, _BEFORE_SAID_CHARS = re.compile(r":[ \t]{0,4}\n{0,2}\Z"), 7
+# Of a longer question or result the beginning and the end are read, which have this many characters
+# each.
+MAX_CHARS = 1 << 16
+# White space before and after what a client has added alone, and before its tag in the same line.
+_SPACE_CHARS, _INDENT_CHARS = 128, 64
+# Characters that are searched for a tag in one step, because a search holds the interpreter's lock
+# until it has found something; and more than the longest tag has.
+_PIECE_CHARS, _TAG_CHARS = 1 << 14, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +205,9 @@ def asked_text(text: str) -> str:
     `<task>`. These are the user's words alone in a message with reminders. Returns the text itself
     if nothing would be left.
     """
+    whole, text = text, both_ends(text, MAX_CHARS)
     if "</" not in text:
-        return text
-    text = both_ends(text, _MAX_CHARS)
+        return whole
     own, tasks, others, end, has_reminder = list[str](), list[str](), list[str](), 0, False
     for element in elements_of(text, Role.USER):
         others.append(text[end : element.start].strip())
@@ -227,14 +235,37 @@ def has_only_additions(text: str) -> bool:
     a file. A message that the user has sent while the agent worked is none. An empty text has no
     additions.
     """
-    if not (text.rstrip().endswith(">") and text.lstrip().startswith("<")):
+    if not text[-_SPACE_CHARS:].rstrip().endswith(">"):
         return False
-    end = 0
-    for element in elements_of(text, Role.USER):
-        if not element.is_added or text[end : element.start].strip():
+    at = 0
+    for _ in range(_MAX_ELEMENTS + 1):
+        space = text[at : at + _SPACE_CHARS]
+        start = at + len(space) - len(space.lstrip())
+        if start == len(text):
+            return True
+        element = _addition_at(text, at, start)
+        if element is None:
             return False
-        end = element.end
-    return end > 0 and not text[end:].strip()
+        at = element.end
+    return False
+
+
+def _addition_at(text: str, at: int, start: int) -> Element | None:
+    """Return what a client has added that begins at `start`; None if something else does.
+
+    Before it is white space, from index `at` on.
+    """
+    first = max(at, start - _INDENT_CHARS)
+    tag = _TAGS[Role.USER].search(text, first, start + _TAG_CHARS)
+    if tag is None or tag.start(1) != start + 1 or tag[1] not in _REMINDER_TAGS:
+        return None
+    closing = f"</{tag[1]}>"
+    inner_end = text.find(closing, tag.end())
+    end = inner_end + len(closing)
+    if inner_end < 0 or not _LINE_END.match(text, end):
+        return None
+    element = Element.of(text, tag, inner_end, end)
+    return element if element.is_added else None
 
 
 def is_result(text: str) -> bool:
@@ -242,7 +273,7 @@ def is_result(text: str) -> bool:
 
     So is the error for an answer without a call. A result in which the user answers or comments is
     none, and neither is a text without the state of the editor at its end, which such clients send
-    with each message.
+    with each message. Of a long text only the beginning and the end are read.
     """
     head = _RESULT_HEAD.match(text)
     if head is None or not text[-_STATE_CHARS:].rstrip().endswith(_STATE):
@@ -250,7 +281,11 @@ def is_result(text: str) -> bool:
     is_whole = head[0].endswith((_RESULT, "tool"))
     if not is_whole and text.find(_RESULT, head.end(), head.end() + _CALL_CHARS) < 0:
         return False
-    return _SAID_TO_RESULT.search(text) is None
+    text = both_ends(text, MAX_CHARS)
+    said = (tag.start() for tag in islice(_SAID_TO_RESULT.finditer(text), _MAX_SAID))
+    return not any(
+        _BEFORE_SAID.search(text, max(0, at - _BEFORE_SAID_CHARS), at) is not None for at in said
+    )
 
 
 def both_ends(text: str, chars: int) -> str:
@@ -288,7 +323,7 @@ def elements_of(text: str, role: Role) -> Iterator[Element]:
     if tags is None or "</" not in text:
         return
     at, n_found, n_failed, closings = 0, 0, Counter[str](), dict[str, int]()
-    while n_found < _MAX_ELEMENTS and (tag := tags.search(text, at)) is not None:
+    while n_found < _MAX_ELEMENTS and (tag := _first_tag(tags, text, at)) is not None:
         name, at = tag[1], tag.end()
         if n_failed[name] >= _MAX_FAILED:
             continue
@@ -303,3 +338,12 @@ def elements_of(text: str, role: Role) -> Iterator[Element]:
             at = end
         else:
             n_failed[name] += 1 if inner_end >= 0 else _MAX_FAILED
+
+
+def _first_tag(tags: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+    """Return the first tag from an index on; other threads can run between pieces."""
+    for start in range(at, len(text), _PIECE_CHARS):
+        tag = tags.search(text, start, start + _PIECE_CHARS + _TAG_CHARS)
+        if tag is not None:
+            return tag
+    return None

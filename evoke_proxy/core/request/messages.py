@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, overload
 
 from evoke_proxy.core.model.blocks import Role, parse_role
@@ -33,6 +33,9 @@ _PLAIN_KEYS = frozenset(("role", "content"))
 # Characters and commas of arguments that are searched for a path, in a few milliseconds, and
 # characters of a path.
 _MAX_SEARCHED_CHARS, _MAX_SEARCHED_COMMAS, _MAX_PATH_CHARS = 1_000_000, 16_384, 1000
+# Characters of the tool calls of one message that may be in a prompt. Templates without tools leave
+# calls of any length out, and to join their texts takes long.
+_MAX_PRINTED_CHARS = 1 << 22
 _PATH_ARGUMENTS = ("path", "file", "filePath", "file_path", "filename")
 
 
@@ -108,10 +111,15 @@ class Message:
 
     @property
     def printed(self) -> str:
-        """Approximately the text that a chat template prints for the message."""
+        """Approximately the text that a chat template prints for the message.
+
+        Of tool calls with more than 4 million characters the first ones.
+        """
         if self.source:
             return self.source
-        calls = (f"{call.name} {call.arguments}" for call in self.tool_calls)
+        ends = accumulate(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        n_calls = sum(1 for _ in takewhile(lambda end: end <= _MAX_PRINTED_CHARS, ends))
+        calls = (f"{call.name} {call.arguments}" for call in self.tool_calls[:n_calls])
         return "\n".join(part for part in (self.text, *calls) if part)
 
 

@@ -30,6 +30,7 @@ from evoke_proxy.core.retrieval.vectors import chunks_of
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 
@@ -130,13 +131,12 @@ class BlockVectors:
         for _ in range(_STEPS_TO_SEND + len(request.body) // PIECE_BYTES):
             await asyncio.sleep(0)
         if not is_ranked:
-            with trace.beside():
-                return PreparedQuery(query=query_of(request.chat))
+            return PreparedQuery(query=await _query_of(request, trace))
         with trace.beside():
             conversation = self._continued(request)
             if conversation is not None and more is not None:
                 more.start(conversation)
-            query = query_of(request.chat)
+        query = await _query_of(request, trace)
         if self._embedding.on:
             query = await self._embedded_query(query, request.tenant, trace)
         with trace.beside():
@@ -172,15 +172,16 @@ class BlockVectors:
             n_rendered = previous.spans[-1].index + 1
         first = max(0, min(n_rendered, n_messages - 1), n_messages - _MAX_PREPARED)
         messages = [chat.messages[i] for i in range(first, n_messages)]
-        new = [(_prepared(one), one.role) for one in messages]
-        texts = [text for text, _ in new[:-1]]
+        found = list(map(_short_text, messages))
+        earlier = found[:-1]
         if first:
-            texts.append(_prepared(chat.messages[first - 1]))
+            earlier.append(_short_text(chat.messages[first - 1]))
         vectors = dict[str, Vectors]()
         if self._embedding.is_immediate:
-            texts = [text for text in dict.fromkeys(texts) if len(text) <= _MAX_PREPARED_CHARS]
+            texts = [text for text in dict.fromkeys(earlier) if text is not None]
             vectors = dict(zip(texts, self._embedded(texts), strict=True))
-        short = [one for one in new if len(one[0]) <= _MAX_PREPARED_CHARS]
+        pairs = zip(found, messages, strict=True)
+        short = [(text, one.role) for text, one in pairs if text is not None]
         return PreparedTexts.of(short, vectors, query)
 
     def take_new(self, conversation: Conversation) -> LabeledVectors:
@@ -293,10 +294,21 @@ class BlockVectors:
             return query.embedded(await self._embedding.embed_queries(texts, tenant))
 
 
-def _prepared(message: Message) -> str:
-    """The text by which a message is found; of a long one, which is not prepared, all of it."""
+async def _query_of(request: ParsedChat, trace: RequestTrace) -> Query:
+    """The query of a request, without vectors; of a large one it is built in a thread."""
+    if is_large(request.body):
+        return await run_off_loop(request.body, query_of, request.chat)
+    with trace.beside():
+        return query_of(request.chat)
+
+
+def _short_text(message: Message) -> str | None:
+    """The text by which a short message is found; None for a longer one, which is not prepared."""
+    n_calls = sum(len(call.arguments) for call in message.tool_calls)
+    if len(message.text) + n_calls > _MAX_PREPARED_CHARS:
+        return None
     text = message.printed
-    return text if len(text) > _MAX_PREPARED_CHARS else searched_text(text, message.role)
+    return None if len(text) > _MAX_PREPARED_CHARS else searched_text(text, message.role)
 
 
 def stacked(vectors: LabeledVectors) -> list[tuple[str, Vectors]]:

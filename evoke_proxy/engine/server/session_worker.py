@@ -18,8 +18,9 @@ T = TypeVar("T")
 
 # The switch interval of the interpreter in seconds, which `web.serve` sets.
 SWITCH_S = 0.001
-# A prompt with at most this many new tokens, and tokens, is planned in a few milliseconds.
-_MOST_NEW, _MOST_TOKENS = 4096, 65536
+# A prompt with at most this many new tokens, new messages, and tokens, is planned in a few
+# milliseconds; in about 40 ms where its text is made to take long.
+_MOST_NEW, _MOST_NEW_MESSAGES, _MOST_TOKENS = 2048, 64, 65536
 # This many vectors are added to a session within a millisecond.
 _MOST_VECTORS = 64
 # Blocks are ranked for a query with this many terms in about 20 ms.
@@ -53,6 +54,14 @@ def is_long(n_tokens: int, n_shared: int, n_vectors: int, n_terms: int) -> bool:
     """
     many = n_tokens - n_shared > _MOST_NEW or n_tokens > _MOST_TOKENS
     return many or n_vectors > _MOST_VECTORS or has_many_terms(n_terms)
+
+
+def has_many_messages(n_new: int) -> bool:
+    """Whether planning a prompt with so many new messages takes too long for the event loop.
+
+    Each is a block of its own, however few tokens it has.
+    """
+    return n_new > _MOST_NEW_MESSAGES
 
 
 def has_many_terms(n_terms: int) -> bool:

@@ -34,7 +34,7 @@ from evoke_proxy.engine.parsing.body_parsing import is_large, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.session_worker import has_many_terms, is_long
+from evoke_proxy.engine.server.session_worker import has_many_terms
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.strategies.budgeted.attention import AttentionReader, Prober
@@ -131,7 +131,8 @@ class Planner:
         if body == turn.body:
             return turn
         chat = replace(turn.chat, messages=messages)
-        return replace(turn, body=body, chat=chat, query=query_of(chat).like(turn.query))
+        query = await run_off_loop(body, query_of, chat)
+        return replace(turn, body=body, chat=chat, query=query.like(turn.query))
 
     def exceeds_context(self, rendered: Rendered, n_answer: int = 0) -> bool:
         """Whether a prompt and an answer of `n_answer` tokens exceed the context of a slot."""
@@ -330,7 +331,8 @@ class Planner:
         rendered = await divided(rendered, quoted.request)
         query = turn.query  # a quotation of removed messages is no part of the question
         if not quoted.is_past:
-            query = query_of(quoted.request).like(turn.query)
+            asked = await run_off_loop(quoted.body, query_of, quoted.request)
+            query = asked.like(turn.query)
         extended = replace(turn, chat=quoted.request, rendered=rendered, query=query)
         longer = await self._begin(extended, extended.view)
         n_answer = turn.chat.max_tokens or started.config.reserve_tokens
@@ -383,8 +385,7 @@ class Planner:
     async def _compute(self, turn: RenderedTurn, work: Callable[[], T], n_vectors: int = 0) -> T:
         """The result of `work`, which changes the session; in a thread when that takes long."""
         n_shared = common_prefix(turn.conversation.session.tokens, turn.rendered.tokens)
-        n_terms = turn.texts.n_query_terms
-        long = is_long(len(turn.rendered.tokens), n_shared, n_vectors, n_terms)
+        long = turn.takes_long(n_shared, n_vectors, turn.texts.n_query_terms)
         # All of the removed text is compared when a prompt does not continue the previous one.
         session = turn.conversation.session
         long |= quotes_past(session.config) and n_shared < session.layout.generation

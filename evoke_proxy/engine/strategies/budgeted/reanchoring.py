@@ -28,7 +28,6 @@ from evoke_proxy.core.prompt.layout import wire_name
 from evoke_proxy.core.prompt.moved_text import MovedBlock, MovedText
 from evoke_proxy.core.prompt.rendered import common_prefix
 from evoke_proxy.core.session.accounting import TokenAccounting
-from evoke_proxy.engine.server.session_worker import is_long
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import TurnScope
 from evoke_proxy.engine.strategies.budgeted.planner import Planner
@@ -143,8 +142,7 @@ class Reanchoring:
         has_adapters = "lora" in turn.chat.keys
         if not is_own or not saves_evicted(config) or rendered.media or has_adapters:
             return MovedText()
-        n_shared = common_prefix(session.tokens, rendered.tokens)
-        long = is_long(len(rendered.tokens), n_shared, 0, 0)
+        long = turn.takes_long(common_prefix(session.tokens, rendered.tokens))
         find = partial(session.moved_text, rendered, view, turn.chat)
         return await self._server.worker.run(conversation, long, find)
 

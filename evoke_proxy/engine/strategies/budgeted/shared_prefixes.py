@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.core.model.blocks import Span
@@ -65,8 +66,10 @@ class SharedPrefixes:
         """
         rendered, session = turn.rendered, turn.conversation.session
         blocks: Sequence[Save] = ()
-        if self._server.monitor.server.can_share:
-            blocks = session.first_blocks(rendered, turn.view, turn.chat)
+        is_new = not session.turns and not len(session.tokens)
+        if is_new and self._server.monitor.server.can_share:
+            cut = partial(session.first_blocks, rendered, turn.view, turn.chat)
+            blocks = await self._server.worker.run(turn.conversation, turn.takes_long(0), cut)
         if rendered.media:  # their tokens are not known to `block-share`
             blocks = [it for it in blocks if it.span.end <= rendered.media[0].start]
         found: dict[str, Span] = {}

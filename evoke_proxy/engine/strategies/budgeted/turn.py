@@ -20,8 +20,10 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.drift import Drift
+from evoke_proxy.engine.parsing.body_parsing import is_large
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
+from evoke_proxy.engine.server.session_worker import has_many_messages, is_long
 from evoke_proxy.engine.server.turn import PreparedTurn
 from evoke_proxy.thread_pools import for_body, run_in
 
@@ -61,6 +63,15 @@ class RenderedTurn:
     def view(self) -> SlotView:
         """The state of the slot; UpstreamProtocolError when the rendering does not have it."""
         return slot_in(self.rendered, self.slot)
+
+    def takes_long(self, n_shared: int, n_vectors: int = 0, n_terms: int = 0) -> bool:
+        """Whether work on its text takes too long for the event loop; arguments as for `is_long`.
+
+        Templates may leave out most of a large body, so that its prompt has few tokens.
+        """
+        n_new_messages = len(self.rendered.spans_after(n_shared))
+        many = is_large(self.body) or has_many_messages(n_new_messages)
+        return many or is_long(len(self.rendered.tokens), n_shared, n_vectors, n_terms)
 
 
 @dataclass(frozen=True, slots=True)

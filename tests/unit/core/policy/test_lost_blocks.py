@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
+from cpu_time import exponent
 from policy_fixtures import CONFIG, FILLER, block_view
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.model.block_table import BlockTable
-from evoke_proxy.core.model.blocks import Role, Span
-from evoke_proxy.core.policy.lost_blocks import Refill, refills
+from evoke_proxy.core.model.blocks import Block, Role, Span
+from evoke_proxy.core.policy.lost_blocks import Refill, _joined, refills
 from evoke_proxy.core.policy.registry import decide
 from evoke_proxy.core.policy.view import PolicyView
 from evoke_proxy.core.retrieval.query import Query
@@ -106,6 +109,21 @@ def test_many_scattered_blocks_are_decoded_in_few_steps() -> None:
     assert len(found) == 8
     lost = {i for i in range(40) if not view.in_pool[i]}
     assert lost <= {number for step in found for number in numbers(step)[1]}
+
+
+def test_many_scattered_blocks_are_joined_in_linear_time() -> None:
+    starts = np.concatenate([[0], np.cumsum(np.arange(8192) % 7 + 1)])
+    blocks = BlockTable(
+        Block(f"u#{i}", f"{i}", Span(int(first), int(end)), Role.USER, 1, i, "x")
+        for i, (first, end) in enumerate(pairwise(starts))
+    )
+
+    def join(n: int) -> None:
+        joined = _joined([(i, i + 1) for i in range(0, n, 2)], blocks)
+        gaps = [after[0] - before[1] for before, after in pairwise(joined)]
+        assert len(joined) == 8 and gaps == [1] * 7
+
+    assert exponent(join, 1024) < 1.5
 
 
 def test_steps_that_do_not_fit_the_cells_are_not_begun() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from random import Random
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from policy_fixtures import FILLER, block_view
 
 from evoke_proxy.core.model.block_table import ROLES, BlockTable
-from evoke_proxy.core.model.blocks import Role
+from evoke_proxy.core.model.blocks import Block, Role, Span
 from evoke_proxy.core.policy.planner import required_blocks
 from evoke_proxy.core.policy.standing import (
     Room,
@@ -113,6 +114,19 @@ def test_the_newest_of_very_many_rules_files_are_told_apart() -> None:
     view = view_of([f"{FILLER[0]} {at}" for at in range(200)], roles, named)
     found = view.index.named("agents.md", view.blocks, 200)
     assert _newest_readings(found, view.blocks, "agents.md").tolist() == found[::-1][:32].tolist()
+
+
+def test_names_of_rules_files_that_many_blocks_have_take_little_time() -> None:
+    """A message that calls tools with many paths has many blocks, each with all of the names."""
+    paths = (*(f"d{n}/AGENTS.md" for n in range(31)), "AGENTS.md")
+    blocks = BlockTable(
+        Block(f"a#{i}", f"{i}", Span(i, i + 1), Role.ASSISTANT, 1, i // 64, "x", paths)
+        for i in range(1024)
+    )
+    started = time.thread_time()
+    found = _newest_readings(np.arange(1024), blocks, "agents.md")
+    assert time.thread_time() - started < 0.05
+    assert found.tolist() == list(range(960, 1024))
 
 
 def test_a_running_task_keeps_its_question_and_its_newest_results() -> None:

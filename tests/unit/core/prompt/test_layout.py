@@ -80,6 +80,21 @@ def test_a_continued_history_keeps_its_blocks() -> None:
     assert (longer.n_past, longer.divergence) == (230, None)
 
 
+def test_kept_blocks_belong_to_the_messages_of_the_present_prompt() -> None:
+    """A transcript is one message of the conversation that goes on after it."""
+    turns = tuple(MessageSpan(i, Role.USER, Span(40 * i, 40 * i + 40)) for i in range(5))
+    whole = replace(rendered(list(range(203)), 200), turns=turns)
+    first = reconciled(Layout("s"), whole, slot(0))
+    assert first.blocks.messages.tolist() == [0, 0, 1, 2, 3, 4]
+    first = with_copies(first, *first.blocks)
+    tokens = [*range(203), *range(900, 950)]
+    goes_on = reconciled(first, rendered(tokens, 200, 210, 250), slot(203, (0, 203)), turn=2)
+    assert goes_on.blocks.messages.tolist() == [0, 0, 0, 0, 0, 0, 1, 1, 2]
+    assert [block.message for block in goes_on.blocks] == goes_on.blocks.messages.tolist()
+    assert goes_on.blocks.labels[:6] == first.blocks.labels
+    assert states(goes_on)[:6] == "b" * 6 and not goes_on.stale
+
+
 def test_a_changed_history_loses_the_blocks_after_the_change() -> None:
     saved = with_copies(COLD, *COLD.blocks)
     tokens = [*range(110), *range(500, 593)]

@@ -152,6 +152,21 @@ def test_the_common_prefix_of_long_prompts_is_found(n: int) -> None:
     assert common_prefix(one, one[: n + 1]) == n + 1
 
 
+def test_the_message_at_a_position_is_equal_for_listed_and_compact_spans() -> None:
+    listed, at = Rendered.parse(ANSWER), np.arange(9)
+    spans = {
+        "index": [item.index for item in listed.spans],
+        "role": [str(item.role) for item in listed.spans],
+        "end": [item.span.end for item in listed.spans],
+    }
+    compact = Rendered.parse({**ANSWER, "spans": spans})
+    inside = [item.index for item in listed.spans for _ in range(len(item.span))]
+    last = [listed.spans[-1].index] * 9
+    expected = [*inside, *last][:9]
+    assert listed.messages_at(at).tolist() == compact.messages_at(at).tolist() == expected
+    assert Rendered.parse({**ANSWER, "spans": ()}).messages_at(at).tolist() == [0] * 9
+
+
 def test_user_ends_are_equal_for_listed_and_compact_spans() -> None:
     listed = Rendered.parse(ANSWER)
     columns = {"index": [0, 2], "role": ["developer", "user"], "end": [1, 3]}

@@ -9,6 +9,7 @@ import pytest
 from cpu_time import exponent
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_steps import longest_step
 
 from evoke_proxy.core.model.blocks import Role
 from evoke_proxy.core.request.client_text import (
@@ -249,12 +250,48 @@ def test_a_result_is_recognized_in_linear_time() -> None:
 
 def test_long_files_that_a_client_adds_take_linear_time() -> None:
     contents = "Contents of " * 99 + "x/CLAUDE.md\n"
+    notes = {
+        n: f"<system-reminder>\nNote: a.py was modified.\n{contents * n}</system-reminder>"
+        for n in (500, 1000, 2000, 4000)
+    }
 
     def read(n: int) -> None:
-        note = f"<system-reminder>\nNote: a.py was modified.\n{contents * n}</system-reminder>"
-        assert has_only_additions(note)
+        assert has_only_additions(notes[n])
 
     assert exponent(read, 500) < 1.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"[ls] Result:\n{':' * (8 << 20)}{STATE}",
+        "[ls] Result:" + ":\n\n\n<" * (1 << 20) + STATE,
+        f"<system-reminder>{'x</' * (2 << 20)}>",
+        "<task>\n" * (1 << 20) + STATE,
+    ],
+    ids=["colons", "lines", "not closed", "tags"],
+)
+def test_what_a_huge_message_is_takes_no_longer_than_its_ends(text: str) -> None:
+    started = time.thread_time()
+    is_result(text), has_only_additions(text), asked_text(text)
+    assert time.thread_time() - started < 0.05
+
+
+def test_a_huge_text_is_searched_for_tags_in_short_steps() -> None:
+    text = ("\n" + " " * 63) * (1 << 16) + "</a>"
+    assert longest_step(lambda: list(elements_of(text, Role.USER))) < 0.015
+
+
+def test_a_tag_between_two_steps_of_the_search_is_found() -> None:
+    for n_before in range((1 << 14) - 40, (1 << 14) + 600, 7):
+        (found,) = elements_of(f"{'x' * n_before}\n{STATE}", Role.USER)
+        assert found.start == n_before + 1
+
+
+def test_white_space_around_additions_does_not_matter_unless_it_is_long() -> None:
+    for space in ("", " ", "\n", "\r\n\n", "\n" + " " * 64):
+        assert has_only_additions(f"{space}{STATE}\n{space}{STATE}{space}")
+    assert not has_only_additions(f"{STATE}\n x {STATE}")
 
 
 def test_data_between_tags_that_users_write_as_well_is_searched() -> None:

@@ -56,6 +56,12 @@ def test_arguments_given_as_an_object_become_text() -> None:
     assert message.tool_calls == (ToolCall("", "read", '{"path":"ä"}'),)
 
 
+def test_the_printed_text_of_a_message_ends_before_calls_of_any_length() -> None:
+    long = ToolCall("1", "write", "x" * (3 << 20))
+    printed = Message(Role.ASSISTANT, "ok", tool_calls=(long, long, long)).printed
+    assert printed == f"ok\nwrite {long.arguments}"
+
+
 def test_the_printed_text_of_a_message_includes_its_calls() -> None:
     call = ToolCall("c", "read", "{}")
     assert Message(Role.ASSISTANT, "ok", tool_calls=(call, call)).printed == "ok\nread {}\nread {}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,10 @@ from evoke_proxy.core.request.chat import parse_chat
 from evoke_proxy.core.retrieval.analysis import NOTHING_PREPARED, PreparedTexts
 from evoke_proxy.core.retrieval.query import Query
 from evoke_proxy.core.session.session import Session
+from evoke_proxy.engine.embedding import block_vectors
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery, stacked
 from evoke_proxy.engine.gateway import RequestTrace
+from evoke_proxy.engine.parsing.body_parsing import LARGE_BYTES
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.server.conversations import Arrival, Conversation, Conversations
 
@@ -95,6 +98,22 @@ async def embed_during_rendering(
     rendered, prepared = await vectors.prepare_beside(lambda: rendering(seconds), request(), trace)
     assert rendered == "rendered"
     return prepared.query, trace
+
+
+def test_the_query_of_a_large_body_is_built_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    built_in = list[str]()
+
+    def build(chat: Any) -> Query:
+        built_in.append(threading.current_thread().name.split("_")[0])
+        return Query.of("x")
+
+    monkeypatch.setattr(block_vectors, "query_of", build)
+    for policy in (POLICY, PolicyConfig(budget=None, name="no_eviction")):
+        for n_bytes in (100, LARGE_BYTES + 1):
+            large = replace(request(), body=b" " * n_bytes)
+            prepare = vectors_of(FakeEmbedding(), policy).prepare_beside
+            asyncio.run(prepare(rendering, large, RequestTrace(0.0)))
+    assert built_in == ["MainThread", "bodies"] * 2
 
 
 def test_vectors_of_a_block_arrive_when_all_its_texts_are_embedded() -> None:

@@ -14,7 +14,12 @@ import pytest
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.session.session import Session
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.session_worker import SWITCH_S, SessionWorker, is_long
+from evoke_proxy.engine.server.session_worker import (
+    SWITCH_S,
+    SessionWorker,
+    has_many_messages,
+    is_long,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +81,5 @@ def test_a_short_computation_is_not_run_in_a_thread() -> None:
     assert not is_long(32768, 32000, 8, 40)
     assert is_long(32768, 0, 0, 0) and is_long(32768, 32000, 1000, 0)
     assert is_long(131072, 131000, 0, 0) and is_long(500, 400, 0, 200)
+    assert not is_long(4000, 2000, 0, 0) and is_long(4000, 1900, 0, 0)
+    assert has_many_messages(100) and not has_many_messages(3)
