@@ -283,7 +283,7 @@ def _print_snapshots(items: Sequence[Snapshot], as_json: bool) -> None:
     for item in items:
         print(
             f"{item.id:22}{item.kind:6}{item.n_tokens:>8}{item.n_bytes / 2**20:>9.1f}"
-            f"{item.hits:>10.1f}{_ago(item.used):>12}"
+            f"{item.hits:>10.0f}{_ago(item.used):>12}"
         )
 
 

@@ -474,11 +474,11 @@ class SnapshotsConfig:
     )
     max_mib: Count = setting(
         32768,
-        "Largest size of all snapshots together, MiB. The least valuable are deleted first.",
+        "Largest size of all snapshots together, MiB. The least recently used are deleted first.",
         reloadable=True,
     )
     max_count: Count = setting(
-        256, "Most snapshots. The least valuable are deleted first.", reloadable=True
+        256, "Most snapshots. The least recently used are deleted first.", reloadable=True
     )
     max_age_h: Number = setting(
         168.0, "Hours without use after which a snapshot is deleted.", reloadable=True
@@ -487,10 +487,10 @@ class SnapshotsConfig:
     tenant_mib: CountOrZero = setting(
         0, "Largest size of one tenant's snapshots, MiB. 0: no separate limit.", reloadable=True
     )
-    # Hours after which the value of an unused snapshot has halved.
-    half_life_h: Number = tuning(6.0)
     stall_share: Share = setting(
-        0.1, "Largest share of time that saving may take. During a save no slot decodes."
+        0.1,
+        "Largest share of time that saving may take. During a save no slot decodes. A slot that"
+        " another conversation takes is saved in any case where decoding it again takes longer.",
     )
     # A snapshot is restored if the decoding time that it saves is at least this many times the
     # measured time of a restore. 0: whenever it saves any decoding.
@@ -658,7 +658,7 @@ REMOVED: Mapping[str, str] = {
     "embedder.pooling": "1_Pooling/config.json in embedder.directory replaces it",
     "embedder.output": "the proxy chooses the output that has a vector for each token",
     "embedder.max_tokens": "sentence_bert_config.json in embedder.directory replaces it",
-    "snapshots.half_life_h": _FIXED,
+    "snapshots.half_life_h": "the least recently used snapshots are deleted first",
     "snapshots.min_tokens": _FIXED,
     "snapshots.min_gain": _FIXED,
 }

@@ -56,7 +56,7 @@ class Costs:
         cost = self.restore.seconds(n_bytes) + _OVERHEAD_S
         return self.prefill.seconds(gain) > self.min_gain * cost
 
-    def worth_saving(self, gain: int, n_tokens: int, waited_for: bool = False) -> bool:
+    def worth_saving(self, gain: float, n_tokens: int, waited_for: bool = False) -> bool:
         """Return whether to save a snapshot of `n_tokens`, `gain` more than the existing one has.
 
         How often it will be restored is unknown, and `stall_share` limits the saves: while no

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.core.snapshots.snapshots import Match
@@ -19,6 +19,8 @@ class Situation:
     prompt: Tokens
     # Contents that the conversation's latest request left in a slot.
     contents: SlotContents | None
+    # Their depth in the RAM cache, if they have left the slot.
+    depth: int
     # Current status of the slots; None when the server does not list them.
     slots: Sequence[SlotStatus] | None
     # The slot that was leased.
@@ -43,14 +45,12 @@ class Placement:
     """Actions before the request is forwarded, and the expected reuse."""
 
     # Where the beginning of the prompt is. "live": in its slot. "ram": possibly in the server's RAM
-    # cache. "new": probably nowhere. A restore that succeeds replaces each of these.
+    # cache. "new": nowhere. A restore that succeeds replaces each of these.
     source: str
     # Contents of the conversation in its slot; None when there are none.
     live: SlotContents | None = None
     # Contents that have left their slot, and may be in the RAM cache.
-    predicted_ram: SlotContents | None = None
-    # Tokens of the prompt that the RAM cache is predicted to have.
-    predicted_tokens: int = 0
+    displaced: SlotContents | None = None
     # Tokens of the prompt that need no decoding if nothing is restored.
     reuse: int = 0
     # A slot that cannot go back to where the prompt diverges, and is emptied first.
@@ -66,20 +66,19 @@ def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement
     live = _live(situation)
     if live is not None and not live.can_continue(situation.prompt):
         erased, contents, live = live.slot, None, None
-    reuse = situation.behaviour.expected_reuse(contents, live is not None, situation.prompt)
-    predicted_ram = None
-    if contents is not None and live is None:
-        predicted_ram = contents if contents.at > situation.behaviour.ram_valid_since else None
-    predicted = (
-        0 if predicted_ram is None else common_prefix(predicted_ram.tokens, situation.prompt)
-    )
+    ram = situation.behaviour.ram
+    displaced = contents if live is None else None
+    if displaced is not None and displaced.at <= ram.empty_before:
+        displaced = None
+    is_in_ram = displaced is not None and ram.has(situation.depth)
+    reused = displaced if is_in_ram else live
+    reuse = situation.behaviour.expected_reuse(reused, situation.prompt)
     worth_it = match is not None and _is_worth_restoring(match, reuse, situation, costs)
     target = _restore_slot(situation) if worth_it else None
     return Placement(
-        source="live" if live is not None else "new" if predicted_ram is None else "ram",
+        source="live" if live is not None else "new" if displaced is None else "ram",
         live=live,
-        predicted_ram=predicted_ram,
-        predicted_tokens=predicted,
+        displaced=displaced,
         reuse=reuse,
         erased_slot=erased,
         restore=match if target is not None else None,
@@ -87,19 +86,19 @@ def decide(situation: Situation, match: Match | None, costs: Costs) -> Placement
     )
 
 
-def slot_to_name(situation: Situation, predicted_ram: SlotContents | None) -> int | None:
+def slot_to_name(situation: Situation, may_be_in_ram: bool) -> int | None:
     """Return the slot that the forwarded request names; None to let llama-server choose.
 
     llama-server fills an empty slot from its RAM cache only for a request that names no slot. So no
     slot is named when the server empties idle slots, or when the leased slot is empty and the
-    contents are predicted to be in RAM; nor when there is only one slot. Otherwise the leased slot
+    contents may be in RAM; nor when there is only one slot. Otherwise the leased slot
     is named, because llama-server could choose a slot that is prepared for another request.
     """
     if situation.server_chooses:
         return None
     now = next((item for item in situation.slots or () if item.id == situation.leased), None)
     is_empty = now is not None and not now.n_tokens
-    return None if predicted_ram is not None and is_empty else situation.leased
+    return None if may_be_in_ram and is_empty else situation.leased
 
 
 def _live(situation: Situation) -> SlotContents | None:

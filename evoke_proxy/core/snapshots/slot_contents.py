@@ -8,6 +8,7 @@ from typing import Any
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots.costs import SuccessTracker
+from evoke_proxy.core.snapshots.ram_cache import RamCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,8 @@ class ServerBehaviour:
     rollback: SuccessTracker = field(default_factory=SuccessTracker)
     # Whether the next request begins with the tokens that were decoded ahead of it.
     lookahead: SuccessTracker = field(default_factory=SuccessTracker)
-    # The server has emptied a slot, presumably into its RAM cache.
-    empties_slots: bool = False
-    # How often the RAM cache had the contents of an emptied slot, and how often it did not.
-    ram_hits: int = 0
-    ram_misses: int = 0
-    # The RAM cache is first in, first out: it no longer has contents from before this time.
-    ram_valid_since: float = float("-inf")
+    # What the RAM cache keeps of slots that others have displaced.
+    ram: RamCache = field(default_factory=RamCache)
     # Every layer keeps every token. A guess until `is_detected`.
     is_dense: bool = True
     # Some layers keep a window of the latest tokens. A guess until `is_detected`.
@@ -131,25 +127,11 @@ class ServerBehaviour:
         if contents is None:
             return
         now = next((status for status in slots or () if status.id == contents.slot), None)
-        self.empties_slots |= now is not None and now.task is not None and not now.n_tokens
+        self.ram.exists |= now is not None and now.task is not None and not now.n_tokens
 
-    def note_ram(self, contents: SlotContents, predicted: int, cached: int) -> None:
-        """Record how many of the tokens predicted to be in the RAM cache were cached."""
-        if 2 * cached >= predicted:
-            self.ram_hits += 1
-        else:
-            self.ram_misses += 1
-            self.ram_valid_since = max(self.ram_valid_since, contents.at)
-
-    def expected_reuse(self, contents: SlotContents | None, live: bool, tokens: Tokens) -> int:
-        """Return how many tokens of a prompt the server reuses if nothing is restored.
-
-        `live` says that the contents are still in their slot.
-        """
-        uses_ram = self.ram_hits > 0 or (self.empties_slots and not self.ram_misses)
+    def expected_reuse(self, contents: SlotContents | None, tokens: Tokens) -> int:
+        """Return how many tokens of a prompt llama-server reuses, if it has these contents."""
         if contents is None:
-            return 0
-        if not live and not (uses_ram and contents.at > self.ram_valid_since):
             return 0
         shared = common_prefix(contents.tokens, tokens)
         continues = contents.exact and shared == len(contents.tokens)

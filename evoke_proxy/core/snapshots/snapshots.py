@@ -94,8 +94,6 @@ class Bounds:
     min_free_bytes: int
     # Limit of one tenant; 0 for no separate limit.
     tenant_bytes: int
-    # Seconds after which a restore counts half.
-    half_life_s: float
 
     @classmethod
     def of(cls, config: SnapshotsConfig) -> Bounds:
@@ -106,7 +104,6 @@ class Bounds:
             max_age_s=config.max_age_h * 3600,
             min_free_bytes=config.min_free_mib * _MIB,
             tenant_bytes=config.tenant_mib * _MIB,
-            half_life_s=config.half_life_h * 3600,
         )
 
 
@@ -121,21 +118,6 @@ class Match:
     def extends(self) -> bool:
         """Whether the prompt continues all of the snapshot, which every kind of memory can use."""
         return self.shared == self.snapshot.n_tokens
-
-
-def decayed_hits(snapshot: Snapshot, now: float, half_life_s: float) -> float:
-    """Return the number of restores of a snapshot as it counts now."""
-    return float(snapshot.hits * 2.0 ** (-max(0.0, now - snapshot.used) / half_life_s))
-
-
-def worth(snapshot: Snapshot, now: float, half_life_s: float) -> float:
-    """Return the seconds of decoding that a snapshot is expected to save, per byte.
-
-    The expected number of restores is (1 + hits), halved every half-life since its latest use.
-    """
-    decay = 2.0 ** (-max(0.0, now - snapshot.used) / half_life_s)
-    expected = (1.0 + snapshot.hits) * decay
-    return float(expected * snapshot.prefill_s / max(1, snapshot.n_bytes))
 
 
 def best(snapshots: Iterable[Snapshot], tokens: Tokens, partial: bool) -> Match | None:
@@ -181,11 +163,11 @@ def surplus(
     """Return the snapshots to delete to keep the limits, each with the name of the exceeded limit.
 
     `free_bytes` is the free space on the disk. Snapshots that are too old come first ("age"), then
-    the least valuable ones of tenants over their limit ("tenant"), then those of the tenant that
-    has most until "count", "bytes" and "free_space" are kept. Pinned ones are never returned.
+    the least recently used ones of tenants over their limit ("tenant"), then those of the tenant
+    that has most until "count", "bytes" and "free_space" are kept. Pinned ones are never returned.
     """
     deletable = [item for item in snapshots if not item.pinned]
-    deletable.sort(key=lambda item: (worth(item, now, bounds.half_life_s), item.used, item.id))
+    deletable.sort(key=lambda item: (item.used, item.id))
     deleted = [(item, "age") for item in deletable if now - item.used > bounds.max_age_s]
     deletable = [item for item in deletable if now - item.used <= bounds.max_age_s]
     remaining = [item for item in snapshots if item.pinned] + deletable
@@ -200,7 +182,10 @@ def surplus(
 def _over_quota(
     snapshots: Iterable[Snapshot], deletable: Sequence[Snapshot], tenant_bytes: int
 ) -> list[Snapshot]:
-    """The least valuable snapshots of tenants over their limit; `deletable` ascends in worth."""
+    """The least recently used snapshots of tenants over their limit.
+
+    `deletable` begins with the least recently used.
+    """
     if not tenant_bytes:
         return []
     n_bytes: Counter[str] = Counter()
@@ -217,10 +202,10 @@ def _over_quota(
 def _over_room(
     snapshots: Collection[Snapshot], deletable: Sequence[Snapshot], bounds: Bounds, free_bytes: int
 ) -> list[tuple[Snapshot, str]]:
-    """The least valuable snapshots of the tenant that has most, until the limits are kept.
+    """The least recently used snapshots of the tenant that has most, until the limits are kept.
 
     A tenant therefore cannot cause the deletion of snapshots of a tenant that has fewer.
-    `deletable` ascends in worth.
+    `deletable` begins with the least recently used.
     """
     counts = Counter(item.tenant for item in snapshots)
     n_bytes: Counter[str] = Counter()
@@ -255,12 +240,13 @@ def _over_room(
 def has_room(
     snapshots: Collection[Snapshot], bounds: Bounds, tenant: str, n_bytes: int, free_bytes: int
 ) -> bool:
-    """Return whether there is room for a new snapshot of a tenant if it were the most valuable.
+    """Return whether there is room for a new snapshot of a tenant, the most recently used one.
 
     There is none when pinned snapshots fill a limit, or when its tenant has most and no other
     snapshot that can be deleted.
     """
-    now = max((item.used for item in snapshots), default=0.0)
+    latest = max((item.used for item in snapshots), default=0.0)
+    now = math.nextafter(latest, math.inf)
     new = Snapshot(
         id="",
         tenant=tenant,
@@ -269,7 +255,7 @@ def has_room(
         kind=STEP,
         n_bytes=n_bytes,
         checksum="",
-        prefill_s=math.inf,
+        prefill_s=0.0,
         created=now,
         used=now,
         tokens=_NO_TOKENS,

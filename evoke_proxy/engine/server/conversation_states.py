@@ -244,6 +244,8 @@ class SnapshotState:
     contents: SlotContents | None = None
     # The latest request; None after its body was dropped.
     sent: SentRequest | None = None
+    # How many requests were sent.
+    n_sent: int = 0
     # The branch of snapshots that the conversation continues; empty for a separate branch.
     branch: str = ""
     # `Drift.summary` of the latest request; None when it continues the previous one.
@@ -263,7 +265,7 @@ class SnapshotState:
 
     def request_sent(self, sent: SentRequest) -> None:
         """Record the request that is about to be sent."""
-        self.sent = sent
+        self.sent, self.n_sent = sent, self.n_sent + 1
 
     def drifted(self, drift: Mapping[str, Any]) -> None:
         """Record why the latest request does not continue the one before it."""

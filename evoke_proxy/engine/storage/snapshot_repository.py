@@ -22,7 +22,6 @@ from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
     Snapshot,
-    decayed_hits,
     has_room,
     superseded,
     surplus,
@@ -321,8 +320,8 @@ class SnapshotRepository:
         current, now = self._cache.items.get(snapshot.id), self.clock.now()
         if current is None:  # deleted meanwhile
             return
-        hits = decayed_hits(current, now, self._bounds.half_life_s) + useful
-        self._mark(snapshot, suspect=False, used=now if useful else current.used, hits=hits)
+        used, hits = (now, current.hits + 1) if useful else (current.used, current.hits)
+        self._mark(snapshot, suspect=False, used=used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
         """Remove a snapshot from the index, and move its file to quarantine for inspection."""
@@ -350,7 +349,7 @@ class SnapshotRepository:
         self._removal.repeat_all(self.files.discard)
 
     def trim(self) -> None:
-        """Delete the least valuable snapshots until the limits are met."""
+        """Delete the least recently used snapshots until the limits are met."""
         now = self.clock.now()
         for snapshot, reason in surplus(self.snapshots, self._bounds, self._room(), now):
             self.delete(snapshot, reason)

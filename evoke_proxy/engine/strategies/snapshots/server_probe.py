@@ -25,6 +25,16 @@ _log = logging.getLogger(__name__)
 _UNKNOWN = Stability(boundary=False, ahead=False)
 
 
+# Texts that test for a RAM cache: the third one continues the first. A slot with at most
+# _TEST_TOKENS has nothing else.
+_TEST_TEXTS = (
+    "one two three four five six seven eight nine",
+    "red green blue yellow black white brown pink grey",
+    "one two three four five six seven eight nine ten eleven",
+)
+_TEST_TOKENS = 64
+
+
 class ServerProbe:
     """The measured properties of one unpatched server; `learn` measures them.
 
@@ -137,6 +147,7 @@ class ServerProbe:
         A `problem` that is known stays while none is idle.
         """
         self.clears_idle_slots = await _clears_idle_slots(api)
+        behaviour.ram.exists |= await _has_ram_cache(api)
         await self._test_saving(api, behaviour, problem)
 
     async def _test_saving(
@@ -247,6 +258,22 @@ async def _clears_idle_slots(api: StockApi) -> bool:
         await _fill(api, slot)
     slots = await api.list_slots() or ()
     return not any(status.n_tokens for status in slots if status.id == empty[0])
+
+
+async def _has_ram_cache(api: StockApi) -> bool:
+    """Whether llama-server keeps what another prompt displaces from a slot.
+
+    The test decodes a few words in an idle slot with at most a few tokens, others, and the first
+    ones again. False where that is not possible.
+    """
+    idle = [status for status in await api.list_slots() or () if not status.busy]
+    slot = next((each.id for each in idle if each.n_tokens <= _TEST_TOKENS), None)
+    if slot is None:
+        return False
+    words, others, more = [await api.tokenize(text, True) for text in _TEST_TEXTS]
+    await api.prefill(words, slot)
+    await api.prefill(others, slot)
+    return (await api.prefill(more, slot)).cached > len(words) // 2
 
 
 async def _filled_slot(api: StockApi, idle: Sequence[SlotStatus], clears_idle_slots: bool) -> int:

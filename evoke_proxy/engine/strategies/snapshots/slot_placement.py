@@ -15,7 +15,7 @@ from evoke_proxy.adapters.llama.stock_api import PrefillResult, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.model.counts import seconds_of
-from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP, kind_of
@@ -60,9 +60,9 @@ class SnapshotTurn(PreparedTurn):
     slot: int | None = None
     # The snapshot that was restored, until its use is known.
     restored: Match | None = None
-    # Contents that the RAM cache is predicted to have, and the number of tokens that they share.
-    predicted_ram: SlotContents | None = None
-    predicted_tokens: int = 0
+    # Of contents that the RAM cache may have: their depth, and the tokens that the prompt shares.
+    depth: int | None = None
+    displaced_tokens: int = 0
     # The slots before the turn; None where the server does not list them.
     slots_before: Sequence[SlotStatus] | None = None
     # See `SlotContents.min_prefix`.
@@ -168,6 +168,7 @@ class SlotPlacement:
         situation = Situation(
             prompt=turn.prompt,
             contents=contents,
+            depth=self._depth(contents),
             slots=slots,
             leased=lease.slot,
             n_slots=len(self._slots.pool),
@@ -184,15 +185,18 @@ class SlotPlacement:
         turn = replace(
             turn,
             decision=placement.source,
-            predicted_ram=placement.predicted_ram,
-            predicted_tokens=placement.predicted_tokens,
         )
+        if placement.displaced is not None:
+            n_shared = common_prefix(placement.displaced.tokens, turn.prompt)
+            turn = replace(turn, depth=situation.depth, displaced_tokens=n_shared)
         scope.turn = turn
         live = placement.live
         if placement.restore is not None:
             scope.trace.stage = "restore"
             restored = await self._restore(scope, turn, placement)
             if restored is not None:
+                if turn.depth is not None and not behaviour.ram.has(turn.depth):
+                    behaviour.ram.note_unused()
                 live = restored
                 branch = turn.branch
                 if placement.restore.snapshot.kind != PREFIX:
@@ -205,15 +209,23 @@ class SlotPlacement:
                     decision="restored",
                     branch=branch,
                     restored=placement.restore,
-                    predicted_ram=None,
+                    depth=None,
                 )
         turn = replace(
             turn,
             min_prefix=live.min_prefix if live is not None else 0,
-            slot=slot_to_name(situation, turn.predicted_ram),
+            slot=slot_to_name(situation, turn.depth is not None),
         )
         scope.turn = turn
         return turn, _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+
+    def _depth(self, contents: SlotContents | None) -> int:
+        """Return the depth that contents have in the RAM cache if they have left their slot."""
+        if contents is None:
+            return 0
+        all_contents = (each.snapshots.contents for each in self._conversations)
+        later = (each for each in all_contents if each is not None and each.at > contents.at)
+        return len(contents.tokens) + sum(len(each.tokens) for each in later)
 
     async def _prove(
         self, scope: TurnScope, turn: SnapshotTurn, step: _Step
@@ -288,7 +300,7 @@ class SlotPlacement:
         """Note that llama-server has restarted: its slots and its RAM cache are empty."""
         for conversation in self._conversations:
             conversation.snapshots.contents_changed(None)
-        self._probe.behaviour.ram_valid_since = time.monotonic()
+        self._probe.behaviour.ram.empty_before = time.monotonic()
 
     async def _restore(
         self, scope: TurnScope, turn: SnapshotTurn, placement: Placement
@@ -413,12 +425,12 @@ class SlotPlacement:
             self._probe.behaviour.rollback.record(promised, done.cached)
         self._note_ram(turn, done.cached)
         n_prefilled = turn.n_prefilled + done.decoded
-        return replace(turn, n_prefilled=n_prefilled, restored=None, predicted_ram=None)
+        return replace(turn, n_prefilled=n_prefilled, restored=None, depth=None)
 
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
-        """Record whether the RAM cache had the predicted contents."""
-        if turn.predicted_ram is not None:
-            self._probe.behaviour.note_ram(turn.predicted_ram, turn.predicted_tokens, cached)
+        """Record whether the RAM cache had what others have displaced."""
+        if turn.depth is not None:
+            self._probe.behaviour.ram.note(turn.depth, 2 * cached >= turn.displaced_tokens)
 
     async def save_contents(self, conversation: Conversation) -> None:
         """Save the slot of a conversation if its contents are certain and worth a snapshot."""

@@ -28,6 +28,7 @@ from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.failures import PreparationFailures
 from evoke_proxy.engine.strategies.slot_assignment import SlotAssignment
+from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
 from evoke_proxy.engine.strategies.snapshots.lookahead import Lookahead
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, SnapshotTurn
@@ -88,6 +89,14 @@ class SnapshotStrategy(CacheStrategy):
             slots=slots,
             conversations=conversations,
             metrics=metrics,
+        )
+        self._displaced = DisplacedSlots(
+            config=config,
+            probe=self.probe,
+            transfers=self.transfers,
+            placement=self._placement,
+            slots=slots,
+            conversations=conversations,
         )
         self._lookahead = Lookahead(
             probe=self.probe,
@@ -253,7 +262,9 @@ class SnapshotStrategy(CacheStrategy):
         arrival = Arrival(rendered, request.hint)
         scope.join(conversation, arrival)
         lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
-        lease.vacated()  # llama-server decides which rows of others it keeps
+        scope.trace.stage = "displace"
+        with lease.vacating(), scope.trace.waiting():
+            await self._displaced.save(conversation, lease, scope.turn.calls.stock)
         if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))

@@ -160,10 +160,13 @@ class SnapshotTransfers:
         """End a restore whose client left before its use was known; llama-server is alive."""
         self._repository.end_restore(match.snapshot, useful=False)
 
-    def reason_not_to_save(self, tenant: str, tokens: Tokens, waited_for: bool = False) -> str:
+    def reason_not_to_save(
+        self, tenant: str, tokens: Tokens, waited_for: bool = False, risk: float = 1.0
+    ) -> str:
         """Return why these tokens are not worth a snapshot now, "" when they are.
 
-        `waited_for` says that a request waits for as long as the save takes.
+        `waited_for` says that a request waits for as long as the save takes. `risk` is the
+        probability, from 0 to 1, that they have to be decoded again without a snapshot.
         """
         probe = self._probe
         if probe.problem:
@@ -174,7 +177,7 @@ class SnapshotTransfers:
             return "there"
         if len(tokens) <= probe.behaviour.window_tokens:
             return "window"
-        if not probe.costs.worth_saving(gain, len(tokens), waited_for):
+        if not probe.costs.worth_saving(risk * gain, len(tokens), waited_for):
             return "cheap"
         if not self._repository.has_room(tenant, len(tokens) * probe.costs.bytes_per_token):
             return "room"
@@ -224,7 +227,7 @@ class SnapshotTransfers:
         now = time.monotonic()
         self._probe.costs.saved(copied.n_tokens, copied.n_bytes, copied.seconds, now)
         self._metrics.save_seconds.observe(copied.seconds)
-        if with_more:
+        if with_more and copied.n_tokens > len(tokens):
             tokens = await run_in(
                 DISK, self._repository.files.tokens, part, copied.n_tokens, tokens
             )

@@ -11,6 +11,7 @@ from snapshot_fixtures import snapshot
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.placement import Situation, decide, slot_to_name
+from evoke_proxy.core.snapshots.ram_cache import RamCache
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.core.snapshots.snapshots import Match
 
@@ -34,6 +35,7 @@ def situation(**values: Any) -> Situation:
     defaults: dict[str, Any] = {
         "prompt": tokens(PROMPT),
         "contents": contents(),
+        "depth": 60,
         "slots": [FILLED, SlotStatus(1, task=None, n_tokens=0, busy=False)],
         "leased": 0,
         "n_slots": 2,
@@ -71,17 +73,22 @@ def test_a_slot_that_cannot_be_rolled_back_is_erased_and_not_reused() -> None:
     shorter = situation(prompt=tokens(PROMPT[:30]), contents=contents(min_prefix=50))
     placement = decide(shorter, None, COSTS)
     assert (placement.source, placement.erased_slot, placement.reuse) == ("new", 0, 0)
-    assert placement.live is None and placement.predicted_ram is None
+    assert placement.live is None and placement.displaced is None
 
 
-def test_contents_that_left_their_slot_are_predicted_in_ram_until_a_miss() -> None:
+def test_contents_that_left_their_slot_are_expected_in_ram_if_it_holds_as_much() -> None:
     emptied = [SlotStatus(0, task=7, n_tokens=0, busy=False)]
-    behaviour = ServerBehaviour(empties_slots=True)
-    placement = decide(situation(slots=emptied, behaviour=behaviour), None, COSTS)
-    assert (placement.source, placement.predicted_tokens, placement.reuse) == ("ram", 60, 60)
-    behaviour.note_ram(contents(), predicted=60, cached=0)
-    placement = decide(situation(slots=emptied, behaviour=behaviour), None, COSTS)
-    assert (placement.source, placement.predicted_ram, placement.reuse) == ("new", None, 0)
+    behaviour = ServerBehaviour(ram=RamCache(exists=True))
+    left = situation(slots=emptied, behaviour=behaviour)
+    placement = decide(left, match(60), COSTS)
+    assert (placement.source, placement.reuse, placement.restore) == ("ram", 60, None)
+    behaviour.ram.note(60, found=False)
+    placement = decide(left, match(60), COSTS)
+    assert placement.displaced is not None and placement.reuse == 0
+    assert placement.restore is not None, "the snapshot is certain"
+    restarted = ServerBehaviour(ram=RamCache(exists=True, empty_before=11.0))
+    placement = decide(situation(slots=emptied, behaviour=restarted), None, COSTS)
+    assert (placement.source, placement.displaced, placement.reuse) == ("new", None, 0)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +112,10 @@ def test_a_snapshot_is_restored_into_the_leased_slot_or_an_idle_one(
 
 
 def test_a_slot_is_named_unless_llama_server_finds_a_better_one() -> None:
-    assert slot_to_name(situation(), None) == 0
+    assert slot_to_name(situation(), False) == 0
     assert slot_to_name(situation(n_slots=1), None) is None
-    assert slot_to_name(situation(clears_idle_slots=True), None) is None
-    assert slot_to_name(situation(leased=1), contents()) is None, (
+    assert slot_to_name(situation(clears_idle_slots=True), False) is None
+    assert slot_to_name(situation(leased=1), True) is None, (
         "the leased slot is empty, and the RAM cache may have more"
     )
-    assert slot_to_name(situation(leased=1), None) == 1
+    assert slot_to_name(situation(leased=1), False) == 1

@@ -63,47 +63,24 @@ def test_a_slot_status_is_parsed() -> None:
     assert SlotStatus.parse({"id": 0, "is_processing": False}) == SlotStatus(0, None, 0, False)
 
 
-def test_live_tokens_are_reused_while_rollback_is_trusted() -> None:
+def test_contents_are_reused_while_rollback_is_trusted() -> None:
     behaviour, answered = ServerBehaviour(), replace(LEFT, exact=False)
-    assert (
-        behaviour.expected_reuse(LEFT, True, LONGER)
-        == behaviour.expected_reuse(answered, True, LONGER)
-        == 3
-    )
+    assert behaviour.expected_reuse(LEFT, LONGER) == behaviour.expected_reuse(answered, LONGER) == 3
     for _ in range(3):
         behaviour.rollback.record(100, 0)
-    assert behaviour.expected_reuse(LEFT, True, LONGER) == 3
-    assert behaviour.expected_reuse(answered, True, LONGER) == 0
-    assert behaviour.expected_reuse(LEFT, True, tokens(1, 2, 9)) == 0
-    assert behaviour.expected_reuse(None, False, LONGER) == 0
+    assert behaviour.expected_reuse(LEFT, LONGER) == 3
+    assert behaviour.expected_reuse(answered, LONGER) == 0
+    assert behaviour.expected_reuse(LEFT, tokens(1, 2, 9)) == 0
+    assert behaviour.expected_reuse(None, LONGER) == 0
 
 
-def test_the_ram_cache_is_expected_after_a_slot_was_emptied() -> None:
+def test_an_emptied_slot_shows_that_there_is_a_ram_cache() -> None:
     behaviour = ServerBehaviour()
-    assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
+    # The slots of a restarted server are empty too.
+    behaviour.note_slots(LEFT, [replace(LOOK, task=None, n_tokens=0)])
+    assert not behaviour.ram.exists
     behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
-    assert behaviour.expected_reuse(LEFT, False, LONGER) == 3
-    behaviour.note_ram(LEFT, predicted=100, cached=60)
-    behaviour.note_ram(replace(LEFT, at=9.0), predicted=100, cached=40)
-    assert (
-        behaviour.expected_reuse(LEFT, False, LONGER) == 3
-    )  # newer than the contents that were lost
-    behaviour.note_ram(LEFT, predicted=100, cached=40)
-    assert behaviour.expected_reuse(LEFT, False, LONGER) == 0
-
-
-def test_the_ram_cache_is_not_expected_after_a_miss() -> None:
-    behaviour, later = ServerBehaviour(), replace(LEFT, at=11.0)
-    behaviour.note_slots(LEFT, [replace(LOOK, n_tokens=0)])
-    behaviour.note_ram(LEFT, predicted=100, cached=0)
-    assert behaviour.expected_reuse(later, False, LONGER) == 0
-    behaviour.note_ram(LEFT, predicted=100, cached=90)
-    assert behaviour.expected_reuse(later, False, LONGER) == 3
-    fresh = ServerBehaviour()
-    fresh.note_slots(LEFT, [replace(LOOK, task=None, n_tokens=0)])
-    assert (
-        fresh.expected_reuse(LEFT, False, LONGER) == 0
-    )  # the slots of a restarted server are empty too
+    assert behaviour.ram.exists
 
 
 def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:

@@ -1,4 +1,4 @@
-"""Snapshots: the best match for a prompt, their worth, and which are deleted for room."""
+"""Snapshots: the best match for a prompt, and which are deleted for room."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from evoke_proxy.core.snapshots.snapshots import (
     has_room,
     superseded,
     surplus,
-    worth,
 )
 
 HOUR = 3600.0
-ROOMY = Bounds(10**12, 1000, 24 * HOUR, 0, 0, 6 * HOUR)
+ROOMY = Bounds(10**12, 1000, 24 * HOUR, 0, 0)
 
 
 def test_the_longest_snapshot_that_the_prompt_continues_is_best() -> None:
@@ -42,13 +41,11 @@ def test_suspect_and_unrelated_snapshots_never_match() -> None:
     assert best([suspect, snapshot("x", [7, 7])], tokens(1, 2, 3), partial=True) is None
 
 
-def test_worth_grows_with_restores_and_decoding_and_shrinks_with_bytes_and_time() -> None:
-    base = snapshot("a", [1])
-    value = worth(base, NOW, 6 * HOUR)
-    assert worth(base, NOW + 6 * HOUR, 6 * HOUR) == pytest.approx(value / 2)
-    assert worth(replace(base, hits=1.0), NOW, 6 * HOUR) == pytest.approx(2 * value)
-    assert worth(replace(base, prefill_s=3.0), NOW, 6 * HOUR) == pytest.approx(3 * value)
-    assert worth(replace(base, n_bytes=2000), NOW, 6 * HOUR) == pytest.approx(value / 2)
+def test_a_new_snapshot_outlives_one_that_was_often_restored_before() -> None:
+    """A conversation that goes on has a new snapshot, which was not restored yet."""
+    often = snapshot("often", [1], hits=20.0, used=NOW - HOUR)
+    new = snapshot("new", [2], used=NOW)
+    assert surplus([new, often], replace(ROOMY, max_count=1), 10**9, NOW) == [(often, "count")]
 
 
 def test_a_branch_keeps_its_newest_of_each_kind() -> None:
@@ -75,10 +72,11 @@ def test_prefixes_of_a_branch_stay_because_other_conversations_may_begin_with_ea
         (replace(ROOMY, tenant_bytes=2500), 10**9, "tenant"),
     ],
 )
-def test_the_least_valuable_snapshots_are_deleted_first(
+def test_the_least_recently_used_snapshots_are_deleted_first(
     bounds: Bounds, free: int, reason: str
 ) -> None:
-    snapshots = [snapshot("a", [1], hits=1), snapshot("b", [1]), snapshot("c", [1], hits=2)]
+    used = {"a": NOW - 1, "b": NOW - 2, "c": NOW}
+    snapshots = [snapshot(name, [1], used=at) for name, at in used.items()]
     assert [(item.id, why) for item, why in surplus(snapshots, bounds, free, NOW)] == [
         ("b", reason)
     ]
@@ -163,7 +161,7 @@ def test_a_snapshot_with_room_is_not_deleted_at_once(
         for i, (size, who, pin, hits, ago) in enumerate(descriptions)
     ]
     bounds = replace(ROOMY, max_bytes=max_bytes, max_count=count, tenant_bytes=quota)
-    new = snapshot("new", [99], n_bytes=1000, tenant="x", prefill_s=1e9, used=NOW)
+    new = snapshot("new", [99], n_bytes=1000, tenant="x", used=NOW + 1)
     gone = [item for item, _ in surplus([*snapshots, new], bounds, 10**9, NOW)]
     assert has_room(snapshots, bounds, "x", 1000, 10**9 + 1000) == (new not in gone)
 
@@ -177,10 +175,10 @@ def test_a_tenant_that_keeps_saving_loses_its_own_snapshots(reason: str) -> None
         bounds = replace(ROOMY, max_bytes=6000)
     else:
         bounds, free = replace(ROOMY, min_free_bytes=20_000), 0
-    # The quiet tenant's snapshots have the lowest worth: old, and cheap to decode again.
+    # The quiet tenant's snapshots were used least recently.
     kept = [snapshot(f"q{i}", [i], tenant="quiet", used=NOW - HOUR) for i in range(2)]
     for number in range(40):
-        kept.append(snapshot(f"l{number}", [number], tenant="loud", hits=5, prefill_s=100.0))
+        kept.append(snapshot(f"l{number}", [number], tenant="loud"))
         left = free if reason != "free_space" else 26_000 - sum(item.n_bytes for item in kept)
         gone = surplus(kept, bounds, left, NOW)
         assert all(item.tenant == "loud" and why == reason for item, why in gone)

@@ -13,10 +13,11 @@ from repository_fixtures import open_repository
 from state_file_fixtures import cache, file
 
 from evoke_proxy.adapters.llama.client import LlamaClient
-from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
+from evoke_proxy.adapters.llama.stock_api import PrefillResult, SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig, UpstreamConfig
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import USER
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotStatus
 from evoke_proxy.engine.server.background import BackgroundTasks
@@ -43,8 +44,12 @@ class Calls(StockApi):
     saving: asyncio.Event | None = None
     go_on: asyncio.Event | None = None
 
+    has_ram_cache = False
+    n_tokens = 2  # in the slot
+
     def __init__(self, folder: Path, data: bytes) -> None:
         self._folder, self._data = folder, data
+        self._decoded: list[Tokens] = []
 
     async def fingerprint(self) -> str:
         return "told"
@@ -52,10 +57,21 @@ class Calls(StockApi):
     async def apply_template(self, body: bytes) -> str:
         return ""
 
+    async def tokenize(self, text: str, special: bool) -> Tokens:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    async def prefill(
+        self, tokens: Tokens, slot: int | None, epoch: int | None = None
+    ) -> PrefillResult:
+        known = self._decoded if self.has_ram_cache else self._decoded[-1:]
+        cached = max((common_prefix(tokens, each) for each in known), default=0)
+        self._decoded.append(tokens)
+        return PrefillResult(slot or 0, cached, len(tokens) - cached, 0.1, {})
+
     async def list_slots(self) -> Sequence[SlotStatus]:
         if self.slow:
             raise UpstreamTimeout("no answer in time", "")
-        return [SlotStatus(0, 1, 2, self.busy)]
+        return [SlotStatus(0, 1, self.n_tokens, self.busy)]
 
     async def save(self, slot: int, name: str) -> SlotCopy:
         self.saves += 1
@@ -111,6 +127,20 @@ def test_the_kind_of_memory_is_detected_from_the_first_saved_file(
         windows,
         dense,
     )
+
+
+@pytest.mark.parametrize(
+    ("has_ram_cache", "n_tokens", "found"), [(True, 2, True), (False, 2, False), (True, 65, False)]
+)
+def test_a_ram_cache_is_found_by_a_test_in_a_slot_without_a_conversation(
+    has_ram_cache: bool, n_tokens: int, found: bool, tmp_path: Path
+) -> None:
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+    calls.has_ram_cache, calls.n_tokens = has_ram_cache, n_tokens
+    with open_repository(tmp_path) as repository:
+        probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        asyncio.run(probe.learn(calls))
+    assert probe.behaviour.ram.exists == found
 
 
 def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""What the RAM cache of an unpatched llama-server keeps of displaced slots.
+
+llama-server does not say how large its cache is. It loses whole slots, those first that were
+displaced first. So what it still has depends on how many tokens were displaced later.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RamCache:
+    """An estimate of its size in tokens, from what was found in it and what was not.
+
+    The *depth* of displaced contents is their own number of tokens, and those of all contents that
+    were displaced later.
+    """
+
+    # Whether there is one: so a test at the start has shown, or a slot that was emptied.
+    exists: bool = False
+    # It has nothing from before this time, when llama-server was restarted; monotonic clock.
+    empty_before: float = float("-inf")
+    # The greatest depth at which contents were found, and the least at which they were not.
+    kept: float = 0.0
+    lost: float = math.inf
+    # Conversations that came back to a slot that was not theirs any more, and how many were found.
+    n_returned: int = 0
+    n_found: int = 0
+
+    def has(self, depth: int) -> bool:
+        """Whether contents at this depth are expected to be found.
+
+        Between the depths of which that is known, the middle is the limit, so that the size becomes
+        known.
+        """
+        limit = self.lost if math.isinf(self.lost) else (self.kept + self.lost) / 2
+        return self.exists and depth < limit
+
+    def note(self, depth: int, found: bool) -> None:
+        """Record whether contents at this depth were found; the latest observation counts."""
+        self.n_returned += 1
+        self.n_found += found
+        if found:
+            self.exists = True
+            self.kept = max(self.kept, depth)
+            self.lost = max(self.lost, depth + 1)
+        else:
+            self.lost = min(self.lost, depth)
+            self.kept = min(self.kept, depth - 1)
+
+    def note_unused(self) -> None:
+        """Record contents that were not looked for, because they were not expected."""
+        self.n_returned += 1
+
+    @property
+    def loss(self) -> float:
+        """The share of returning conversations whose contents it did not have, from 0 to 1.
+
+        Before any has returned, 0 if there is a cache, else 1.
+        """
+        if not self.n_returned:
+            return float(not self.exists)
+        return 1.0 - self.n_found / self.n_returned

@@ -1,0 +1,71 @@
+"""A stock server's slot is saved before a request of another conversation displaces its rows.
+
+The share of the time that other saves may take is nearly nothing here, so that no other save keeps
+the conversations. The tests count all tokens that llama-server decodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stock_deployment import Chat, Deployment, decoded, long_chat
+
+NO_RAM = ("--cache-ram", "0")
+SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 2.0}
+# Tokens that a turn may decode: its message, the latest answer, and what is tested at the start.
+TURN = 160
+
+
+@pytest.mark.parametrize(
+    ("options", "n_chats"),
+    [
+        ((*NO_RAM, "-np", "1"), 2),
+        ((*NO_RAM, "-np", "2", "-no-kvu", "-c", "16384"), 3),
+        (("--cache-ram", "1", "-np", "4", "-kvu", "-c", "16384"), 3),
+    ],
+    ids=["one slot", "two slots", "idle slots are emptied"],
+)
+def test_conversations_that_displace_each_other_decode_only_new_text(
+    options: tuple[str, ...], n_chats: int, tmp_path: Path
+) -> None:
+    deployment = Deployment(tmp_path, "", options)
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7, 13)[:n_chats]]
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            if turn > 1:
+                assert decoded(running.port) - before <= n_chats * TURN
+        assert running.metric("evoke_degraded_total", stage="displace") == 0
+
+
+def test_nothing_is_saved_for_a_request_while_the_ram_cache_keeps_the_slots(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", ("-np", "1"))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            if turn > 0:
+                assert decoded(running.port) - before <= len(chats) * TURN
+        assert running.metric("evoke_snapshot_restores_total", result="useful") == 0
+
+
+def test_a_side_request_does_not_cost_a_conversation_its_rows(tmp_path: Path) -> None:
+    """A title of the conversation, for example, which takes its only slot."""
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chat, side = long_chat(400), Chat([])
+        words = " ".join(f"w{number}" for number in range(300))
+        for text in ("Begin.", words):
+            chat.ask(running.port, text)
+            chat.add_reply()
+        side.ask(running.port, f"Write a concise title for this conversation: {words}")
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN

@@ -1,0 +1,112 @@
+"""Which slots are saved before a request displaces their rows."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evoke_proxy.config import LimitsConfig, SnapshotsConfig
+from evoke_proxy.core.snapshots.ram_cache import RamCache
+from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
+from evoke_proxy.engine.server.conversation_states import SnapshotState
+from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
+
+N_TOKENS = 1000
+
+
+def conversation(id: str, slot: int, n_sent: int = 2, **changes: Any) -> Any:
+    """A conversation that has left tokens in a slot."""
+    status = SlotStatus(slot, 5, N_TOKENS, False)
+    left = SlotContents(slot, np.arange(N_TOKENS, dtype=np.int32), False, 1.0, status)
+    state = SnapshotState(contents=left, n_sent=n_sent)
+    return SimpleNamespace(id=id, tenant="t", snapshots=state, **changes)
+
+
+def saved(
+    conversations: list[Any],
+    *,
+    behaviour: ServerBehaviour | None = None,
+    clears_idle_slots: bool = False,
+    busy: tuple[int, ...] = (),
+    reason: str = "",
+) -> list[int]:
+    """The slots that are saved when a new conversation takes slot 0 of three, held by "a"."""
+    done: list[int] = []
+
+    async def save(slot: int, *_: Any) -> bool:
+        done.append(slot)
+        return True
+
+    async def list_slots() -> list[SlotStatus]:
+        return [SlotStatus(slot, 5, N_TOKENS, slot in busy) for slot in range(3)]
+
+    async def is_same_server(_: object) -> bool:
+        return True
+
+    async def run() -> None:
+        slots = SlotQueue(LimitsConfig())
+        slots.restart(3)
+        (await slots.acquire("a", "t", slot=0)).release()
+        others = [(await slots.acquire(f"busy {slot}", "t", slot=slot)) for slot in busy]
+        displaced = DisplacedSlots(
+            config=SnapshotsConfig(),
+            probe=SimpleNamespace(  # type: ignore[arg-type]
+                problem=None,
+                behaviour=behaviour or ServerBehaviour(),
+                clears_idle_slots=clears_idle_slots,
+                is_same_server=is_same_server,
+            ),
+            transfers=SimpleNamespace(  # type: ignore[arg-type]
+                save=save, save_with_answer=save, reason_not_to_save=lambda *_, **__: reason
+            ),
+            placement=SimpleNamespace(label=lambda *_: None),  # type: ignore[arg-type]
+            slots=slots,
+            conversations=conversations,  # type: ignore[arg-type]
+        )
+        with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
+            api: Any = SimpleNamespace(list_slots=list_slots)
+            await displaced.save(conversation("new", -1), lease, api)
+        for other in others:
+            other.release()
+
+    asyncio.run(run())
+    return done
+
+
+def test_the_conversation_in_the_leased_slot_is_saved() -> None:
+    assert saved([conversation("a", 0), conversation("b", 1)]) == [0]
+
+
+def test_all_idle_slots_are_saved_where_llama_server_empties_them() -> None:
+    everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
+    assert saved(everyone, clears_idle_slots=True) == [0, 1, 2]
+    assert saved(everyone, clears_idle_slots=True, busy=(2,)) == [0, 1]
+
+
+def test_a_conversation_of_one_request_is_not_saved() -> None:
+    assert saved([conversation("a", 0, n_sent=1)]) == []
+
+
+def test_nothing_is_saved_while_the_ram_cache_has_lost_nothing() -> None:
+    behaviour = ServerBehaviour(ram=RamCache(exists=True))
+    assert saved([conversation("a", 0)], behaviour=behaviour) == []
+    behaviour.ram.note(N_TOKENS, found=False)
+    assert saved([conversation("a", 0)], behaviour=behaviour) == [0]
+
+
+@pytest.mark.parametrize("memory", [{"is_dense": False}, {"is_dense": True}])
+def test_an_answer_is_saved_only_for_a_memory_that_can_be_cut_back(memory: dict[str, bool]) -> None:
+    expected = [0] if memory["is_dense"] else []
+    assert saved([conversation("a", 0)], behaviour=ServerBehaviour(**memory)) == expected
+
+
+def test_contents_that_have_changed_or_gain_nothing_are_not_saved() -> None:
+    changed = conversation("a", 0)
+    changed.snapshots.contents.tokens.resize(N_TOKENS + 1, refcheck=False)
+    assert saved([changed]) == []
+    assert saved([conversation("a", 0)], reason="there") == []
