@@ -7,7 +7,12 @@ displaced first. So what it still has depends on how many tokens were displaced 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+# Only so many of the latest observations count.
+_N_OBSERVED = 32
 
 
 @dataclass(slots=True)
@@ -22,37 +27,41 @@ class RamCache:
     exists: bool = False
     # It has nothing from before this time, when llama-server was restarted; monotonic clock.
     empty_before: float = float("-inf")
-    # The greatest depth at which contents were found, and the least at which they were not.
-    kept: float = 0.0
-    lost: float = math.inf
-    # Conversations that came back to a slot that was not theirs any more, and how many were found.
-    n_returned: int = 0
-    n_found: int = 0
+    # The depths of contents that were looked for, and whether they were found.
+    _observed: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=_N_OBSERVED))
+    # Of the conversations that came back to a slot that was not theirs any more: whether it had
+    # their contents, as far as they were looked for.
+    _returned: deque[bool] = field(default_factory=lambda: deque(maxlen=_N_OBSERVED))
 
     def has(self, depth: int) -> bool:
-        """Whether contents at this depth are expected to be found.
+        """Whether contents at this depth are expected to be found."""
+        return self.exists and depth < self._limit()
 
-        Between the depths of which that is known, the middle is the limit, so that the size becomes
-        known.
+    def _limit(self) -> float:
+        """The depth that divides best what was found from what was not; infinite without losses.
+
+        Some contents are missing for another reason than the size, so that a single loss does not
+        count against many finds. It is in the middle between two observed depths.
         """
-        limit = self.lost if math.isinf(self.lost) else (self.kept + self.lost) / 2
-        return self.exists and depth < limit
+        depths = sorted({depth for depth, _ in self._observed})
+        if all(found for _, found in self._observed):
+            return math.inf
+        limits = [(one + other) / 2 for one, other in pairwise([0, *depths])] + [math.inf]
+
+        def n_wrong(limit: float) -> int:
+            return sum((depth < limit) != found for depth, found in self._observed)
+
+        return min(reversed(limits), key=n_wrong)
 
     def note(self, depth: int, found: bool) -> None:
-        """Record whether contents at this depth were found; the latest observation counts."""
-        self.n_returned += 1
-        self.n_found += found
-        if found:
-            self.exists = True
-            self.kept = max(self.kept, depth)
-            self.lost = max(self.lost, depth + 1)
-        else:
-            self.lost = min(self.lost, depth)
-            self.kept = min(self.kept, depth - 1)
+        """Record whether contents at this depth were found."""
+        self.exists |= found
+        self._observed.append((depth, found))
+        self._returned.append(found)
 
     def note_unused(self) -> None:
         """Record contents that were not looked for, because they were not expected."""
-        self.n_returned += 1
+        self._returned.append(False)
 
     @property
     def loss(self) -> float:
@@ -60,6 +69,6 @@ class RamCache:
 
         Before any has returned, 0 if there is a cache, else 1.
         """
-        if not self.n_returned:
+        if not self._returned:
             return float(not self.exists)
-        return 1.0 - self.n_found / self.n_returned
+        return 1.0 - sum(self._returned) / len(self._returned)

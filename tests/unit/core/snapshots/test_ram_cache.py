@@ -26,13 +26,29 @@ def test_the_limit_is_between_what_was_kept_and_what_was_lost() -> None:
     assert ram.has(700) and not ram.has(800)
 
 
-def test_the_latest_observation_counts() -> None:
+def test_a_single_loss_does_not_count_against_many_finds() -> None:
     ram = RamCache(exists=True)
+    for depth in (500, 600, 700):
+        ram.note(depth, found=True)
     ram.note(100, found=False)
-    ram.note(300, found=True)
-    assert ram.has(300) and not ram.has(302)
-    ram.note(200, found=False)
-    assert not ram.has(200) and ram.has(199)
+    assert ram.has(650)
+
+
+def test_losses_alone_lower_the_limit_to_half_each_time() -> None:
+    ram = RamCache(exists=True)
+    ram.note(1000, found=False)
+    assert ram.has(499) and not ram.has(500)
+    ram.note(400, found=False)
+    assert ram.has(199) and not ram.has(200)
+
+
+def test_observations_of_long_ago_are_forgotten() -> None:
+    ram = RamCache(exists=True)
+    for _ in range(40):
+        ram.note(900, found=True)
+    for _ in range(40):
+        ram.note(300, found=False)
+    assert not ram.has(300) and ram.loss == 1.0
 
 
 def test_the_loss_is_the_share_of_returning_conversations() -> None:
