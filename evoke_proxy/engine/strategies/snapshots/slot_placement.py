@@ -309,6 +309,9 @@ class SlotPlacement:
         match, slot, api = placement.restore, placement.restore_slot, turn.calls.stock
         if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
+        if self._probe.behaviour.ram.exists and _n_tokens(turn.slots_before, slot) > 0:
+            # llama-server moves what another prompt displaces into its RAM cache; a restore does not.
+            await api.prefill(turn.prompt[:1], slot)
         # Set before the call: a turn that is cancelled during the call must end the restore.
         scope.turn = replace(turn, restored=match)
         try:
@@ -521,6 +524,11 @@ def _slot_of_reply(
     new = [item for item in slots if before.get(item.id) != item.task and not item.busy]
     fitting = [item for item in new if abs(item.n_tokens - n_tokens) <= 2]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _n_tokens(slots: Sequence[SlotStatus] | None, slot: int) -> int:
+    """The tokens of a slot; 0 when the server does not list it."""
+    return next((status.n_tokens for status in slots or () if status.id == slot), 0)
 
 
 def _tasks_of(slots: Sequence[SlotStatus] | None) -> set[tuple[int, int | None]]:
