@@ -310,7 +310,7 @@ class SlotPlacement:
         if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
         if self._probe.behaviour.ram.exists and _n_tokens(turn.slots_before, slot) > 0:
-            # llama-server moves what another prompt displaces into its RAM cache; a restore does not.
+            # llama-server keeps in RAM what another prompt displaces, but not what a restore does.
             await api.prefill(turn.prompt[:1], slot)
         # Set before the call: a turn that is cancelled during the call must end the restore.
         scope.turn = replace(turn, restored=match)
