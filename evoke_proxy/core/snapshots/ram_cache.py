@@ -10,6 +10,29 @@ import math
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request reused after others had displaced the contents of its conversation."""
+
+    # Tokens that were reused.
+    cached: int
+    # Tokens of the prompt that the displaced contents have.
+    displaced: int
+    # Tokens of the prompt that the contents of another conversation have, such as a system prompt.
+    # They are reused even where llama-server has lost what was displaced.
+    elsewhere: int
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it shows if the displaced contents were found: no others have as much."""
+        return self.displaced > self.elsewhere
+
+    @property
+    def has_displaced(self) -> bool:
+        """Whether at least half of what only the displaced contents have was reused."""
+        return 2 * (self.cached - self.elsewhere) >= self.displaced - self.elsewhere
+
+
 @dataclass(slots=True)
 class RamCache:
     """An estimate of its size in tokens, from what was found in it and what was not.
@@ -49,6 +72,11 @@ class RamCache:
         else:
             self.lost = min(self.lost, depth)
             self.kept = min(self.kept, depth - 1)
+
+    def note_reuse(self, depth: int, reuse: Reuse) -> None:
+        """Record what a request reused whose conversation had left contents at this depth."""
+        if reuse.is_evidence:
+            self.note(depth, reuse.has_displaced)
 
     def note_unused(self) -> None:
         """Record contents that were not looked for, because they were not expected."""
