@@ -10,6 +10,11 @@ import math
 from dataclasses import dataclass
 
 
+# When so many conversations were counted, they count half from then on, so that `loss` follows a
+# change of the requests.
+_MAX_COUNTED = 32
+
+
 @dataclass(frozen=True, slots=True)
 class Reuse:
     """What a request reused after others had displaced the contents of its conversation."""
@@ -49,8 +54,9 @@ class RamCache:
     kept: float = 0.0
     lost: float = math.inf
     # Conversations that came back to a slot that was not theirs any more, and how many were found.
-    n_returned: int = 0
-    n_found: int = 0
+    # Earlier ones count less.
+    n_returned: float = 0.0
+    n_found: float = 0.0
 
     def has(self, depth: int) -> bool:
         """Whether contents at this depth are expected to be found.
@@ -63,8 +69,7 @@ class RamCache:
 
     def note(self, depth: int, found: bool) -> None:
         """Record whether contents at this depth were found; the latest observation counts."""
-        self.n_returned += 1
-        self.n_found += found
+        self._count(found)
         if found:
             self.exists = True
             self.kept = max(self.kept, depth)
@@ -80,11 +85,17 @@ class RamCache:
 
     def note_unused(self) -> None:
         """Record contents that were not looked for, because they were not expected."""
+        self._count(found=False)
+
+    def _count(self, found: bool) -> None:
+        if self.n_returned >= _MAX_COUNTED:
+            self.n_returned, self.n_found = self.n_returned / 2, self.n_found / 2
         self.n_returned += 1
+        self.n_found += found
 
     @property
     def loss(self) -> float:
-        """The share of returning conversations whose contents it did not have, from 0 to 1.
+        """The share of recently returned conversations whose contents it did not have, 0 to 1.
 
         Before any has returned, 0 if there is a cache, else 1.
         """

@@ -53,3 +53,13 @@ def test_what_others_have_as_well_does_not_show_that_there_is_a_cache() -> None:
     assert not ram.exists and ram.loss == 1.0 and ram.n_returned
     ram.note_reuse(1000, Reuse(cached=900, displaced=1000, elsewhere=600))
     assert ram.exists
+
+
+def test_the_loss_follows_larger_conversations_after_many_that_were_found() -> None:
+    ram = RamCache(exists=True)
+    for _ in range(1000):
+        ram.note(3000, found=True)
+    assert ram.loss == 0.0
+    for _ in range(4):
+        ram.note(200_000, found=False)
+    assert ram.loss > 0.1
