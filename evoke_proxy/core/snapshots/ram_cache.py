@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-
 # When so many conversations were counted, they count half from then on, so that `loss` follows a
 # change of the requests.
 _MAX_COUNTED = 32
