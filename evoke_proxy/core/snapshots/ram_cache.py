@@ -24,17 +24,17 @@ class Reuse:
     displaced: int
     # Tokens of the prompt that the contents of another conversation have, such as a system prompt.
     # They are reused even where llama-server has lost what was displaced.
-    elsewhere: int
+    shared: int
 
     @property
     def is_evidence(self) -> bool:
         """Whether it shows if the displaced contents were found: no others have as much."""
-        return self.displaced > self.elsewhere
+        return self.displaced > self.shared
 
     @property
     def has_displaced(self) -> bool:
         """Whether at least half of what only the displaced contents have was reused."""
-        return 2 * (self.cached - self.elsewhere) >= self.displaced - self.elsewhere
+        return 2 * (self.cached - self.shared) >= self.displaced - self.shared
 
 
 @dataclass(slots=True)

@@ -70,7 +70,7 @@ class SnapshotTurn(PreparedTurn):
     depth: int | None = None
     displaced_tokens: int = 0
     # Tokens of the prompt that the contents of another conversation have.
-    elsewhere_tokens: int = 0
+    shared_tokens: int = 0
     # The slots before the turn; None where the server does not list them.
     slots_before: Sequence[SlotStatus] | None = None
     # See `SlotContents.min_prefix`.
@@ -196,12 +196,12 @@ class SlotPlacement:
         )
         if placement.displaced is not None:
             n_shared = common_prefix(placement.displaced.tokens, turn.prompt)
-            n_elsewhere = longest_shared(self._all_contents(), turn.prompt)
+            n_of_others = longest_shared(self._all_contents(), turn.prompt)
             turn = replace(
                 turn,
                 depth=situation.depth,
                 displaced_tokens=n_shared,
-                elsewhere_tokens=n_elsewhere,
+                shared_tokens=n_of_others,
             )
         scope.turn = turn
         live = placement.live
@@ -449,7 +449,7 @@ class SlotPlacement:
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
         """Record whether the RAM cache had what others have displaced."""
         if turn.depth is not None:
-            reuse = Reuse(cached, turn.displaced_tokens, turn.elsewhere_tokens)
+            reuse = Reuse(cached, turn.displaced_tokens, turn.shared_tokens)
             self._probe.behaviour.ram.note_reuse(turn.depth, reuse)
 
     async def save_contents(self, conversation: Conversation) -> None:

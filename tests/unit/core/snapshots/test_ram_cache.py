@@ -46,12 +46,12 @@ def test_the_loss_is_the_share_of_returning_conversations() -> None:
 
 def test_what_others_have_as_well_does_not_show_that_there_is_a_cache() -> None:
     ram = RamCache()
-    ram.note_reuse(1000, Reuse(cached=800, displaced=800, elsewhere=800))
-    ram.note_reuse(1000, Reuse(cached=0, displaced=0, elsewhere=0))
+    ram.note_reuse(1000, Reuse(cached=800, displaced=800, shared=800))
+    ram.note_reuse(1000, Reuse(cached=0, displaced=0, shared=0))
     assert not ram.exists and ram.loss == 1.0 and not ram.n_returned
-    ram.note_reuse(1000, Reuse(cached=600, displaced=1000, elsewhere=600))
+    ram.note_reuse(1000, Reuse(cached=600, displaced=1000, shared=600))
     assert not ram.exists and ram.loss == 1.0 and ram.n_returned
-    ram.note_reuse(1000, Reuse(cached=900, displaced=1000, elsewhere=600))
+    ram.note_reuse(1000, Reuse(cached=900, displaced=1000, shared=600))
     assert ram.exists
 
 
