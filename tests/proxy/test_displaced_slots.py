@@ -69,3 +69,22 @@ def test_a_side_request_does_not_cost_a_conversation_its_rows(tmp_path: Path) ->
         before = decoded(running.port)
         chat.ask(running.port, "Go on.")
         assert decoded(running.port) - before <= TURN
+
+
+def test_a_shared_system_prompt_is_not_taken_for_contents_of_the_ram_cache(tmp_path: Path) -> None:
+    """llama-server keeps no copy where the next prompt has at least half of what it displaces."""
+    deployment = Deployment(tmp_path, "", ("-np", "1"))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        system = {"role": "system", "content": " ".join(f"w{number}" for number in range(600))}
+        chats = [
+            Chat([system, *long_chat(300, start).messages], {"evoke_session": f"s{start}"})
+            for start in (7, 13)
+        ]
+        counts = []
+        for turn in range(5):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            counts.append(decoded(running.port) - before)
+        assert max(counts[3:]) <= len(chats) * TURN

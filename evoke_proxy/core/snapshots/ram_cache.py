@@ -15,6 +15,29 @@ from itertools import pairwise
 _N_OBSERVED = 32
 
 
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request reused after others had displaced the contents of its conversation."""
+
+    # Tokens that were reused.
+    cached: int
+    # Tokens of the prompt that the displaced contents have.
+    displaced: int
+    # Tokens of the prompt that the contents of another conversation have, such as a system prompt.
+    # They are reused even where llama-server has lost what was displaced.
+    shared: int
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether it shows if the displaced contents were found: no others have as much."""
+        return self.displaced > self.shared
+
+    @property
+    def has_displaced(self) -> bool:
+        """Whether at least half of what only the displaced contents have was reused."""
+        return 2 * (self.cached - self.shared) >= self.displaced - self.shared
+
+
 @dataclass(slots=True)
 class RamCache:
     """An estimate of its size in tokens, from what was found in it and what was not.
@@ -59,13 +82,18 @@ class RamCache:
         self._observed.append((depth, found))
         self._returned.append(found)
 
+    def note_reuse(self, depth: int, reuse: Reuse) -> None:
+        """Record what a request reused whose conversation had left contents at this depth."""
+        if reuse.is_evidence:
+            self.note(depth, reuse.has_displaced)
+
     def note_unused(self) -> None:
         """Record contents that were not looked for, because they were not expected."""
         self._returned.append(False)
 
     @property
     def loss(self) -> float:
-        """The share of returning conversations whose contents it did not have, from 0 to 1.
+        """The share of recently returned conversations whose contents it did not have, 0 to 1.
 
         Before any has returned, 0 if there is a cache, else 1.
         """

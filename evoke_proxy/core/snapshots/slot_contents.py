@@ -138,6 +138,18 @@ class ServerBehaviour:
         return shared if continues or self.rollback.is_trusted else 0
 
 
+def longest_shared(contents: Iterable[SlotContents], tokens: Tokens) -> int:
+    """Return how many first tokens of a prompt one of these contents has at most."""
+    longest = 0
+    for item in contents:
+        if longest >= min(len(item.tokens), len(tokens)):
+            continue
+        # Contents that differ at this token share no more: most need no comparison of the others.
+        if item.tokens[longest] == tokens[longest]:
+            longest = max(longest, common_prefix(item.tokens, tokens))
+    return longest
+
+
 def has_restarted(contents: Iterable[SlotContents], slots: Sequence[SlotStatus]) -> bool:
     """Return whether the server has restarted since it had these contents.
 

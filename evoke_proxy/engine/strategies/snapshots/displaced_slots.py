@@ -69,14 +69,13 @@ class DisplacedSlots:
         That is the leased slot, or all slots where llama-server empties idle ones. With `slots`
         only contents that are still in an idle slot.
         """
-        idle = {status.id for status in slots or () if not status.busy}
         for other in self._conversations:
             contents = other.snapshots.contents
             if contents is None or contents.slot < 0 or other is conversation:
                 continue
             if contents.slot != lease.slot and not self._probe.clears_idle_slots:
                 continue
-            if slots is None or (contents.slot in idle and contents.is_unchanged(slots)):
+            if _is_left(contents, slots):
                 yield other, contents
 
     def _is_worth_saving(self, conversation: Conversation, contents: SlotContents) -> bool:
@@ -92,7 +91,7 @@ class DisplacedSlots:
     async def _save(
         self, other: Conversation, contents: SlotContents, lease: SlotLease, api: StockApi
     ) -> None:
-        """Save a slot, unless a request of its conversation has begun."""
+        """Save a slot, unless a request has begun in it: llama-server would save it afterwards."""
         lock: contextlib.AbstractAsyncContextManager[object] | None = contextlib.nullcontext()
         if other.id != lease.victim:
             lock = self._slots.background(contents.slot, other.id, alone=False)
@@ -103,9 +102,19 @@ class DisplacedSlots:
                 api
             ):
                 return
+            if not _is_left(contents, await api.list_slots()):
+                return
             branch, tokens = other.snapshots.branch or other.id, contents.tokens
             label = self._placement.label(other.tenant, branch, STEP, len(tokens))
             if contents.exact:
                 await self._transfers.save(contents.slot, tokens, label, api)
             else:
                 await self._transfers.save_with_answer(contents.slot, tokens, label, api)
+
+
+def _is_left(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:
+    """Whether contents are still in an idle slot; True when the server shows no slots."""
+    if slots is None:
+        return True
+    is_idle = any(status.id == contents.slot and not status.busy for status in slots)
+    return is_idle and contents.is_unchanged(slots)

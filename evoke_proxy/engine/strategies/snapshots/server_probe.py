@@ -18,7 +18,7 @@ from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.saving_test import RETRY_S, SavingTest
-from evoke_proxy.errors import SnapshotUnusable, UpstreamRejected, UpstreamTimeout
+from evoke_proxy.errors import STATUS_LOADING, SnapshotUnusable, UpstreamRejected, UpstreamTimeout
 from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
@@ -264,16 +264,21 @@ async def _has_ram_cache(api: StockApi) -> bool:
     """Whether llama-server keeps what another prompt displaces from a slot.
 
     The test decodes a few words in an idle slot with at most a few tokens, others, and the first
-    ones again. False where that is not possible.
+    ones again. False where that is not possible, or llama-server refuses it.
     """
     idle = [status for status in await api.list_slots() or () if not status.busy]
     slot = next((each.id for each in idle if each.n_tokens <= _TEST_TOKENS), None)
     if slot is None:
         return False
-    words, others, more = [await api.tokenize(text, True) for text in _TEST_TEXTS]
-    await api.prefill(words, slot)
-    await api.prefill(others, slot)
-    return (await api.prefill(more, slot)).cached > len(words) // 2
+    try:
+        words, others, more = [await api.tokenize(text, True) for text in _TEST_TEXTS]
+        await api.prefill(words, slot)
+        await api.prefill(others, slot)
+        return (await api.prefill(more, slot)).cached > len(words) // 2
+    except UpstreamRejected as error:
+        if error.status == STATUS_LOADING:
+            raise
+        return False
 
 
 async def _filled_slot(api: StockApi, idle: Sequence[SlotStatus], clears_idle_slots: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +21,13 @@ from evoke_proxy.core.request.chat import ChatRequest
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
-from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, has_restarted
+from evoke_proxy.core.snapshots.ram_cache import Reuse
+from evoke_proxy.core.snapshots.slot_contents import (
+    SlotContents,
+    SlotStatus,
+    has_restarted,
+    longest_shared,
+)
 from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.gateway import Outcome
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
@@ -63,6 +69,8 @@ class SnapshotTurn(PreparedTurn):
     # Of contents that the RAM cache may have: their depth, and the tokens that the prompt shares.
     depth: int | None = None
     displaced_tokens: int = 0
+    # Tokens of the prompt that the contents of another conversation have.
+    shared_tokens: int = 0
     # The slots before the turn; None where the server does not list them.
     slots_before: Sequence[SlotStatus] | None = None
     # See `SlotContents.min_prefix`.
@@ -188,7 +196,13 @@ class SlotPlacement:
         )
         if placement.displaced is not None:
             n_shared = common_prefix(placement.displaced.tokens, turn.prompt)
-            turn = replace(turn, depth=situation.depth, displaced_tokens=n_shared)
+            n_of_others = longest_shared(self._all_contents(), turn.prompt)
+            turn = replace(
+                turn,
+                depth=situation.depth,
+                displaced_tokens=n_shared,
+                shared_tokens=n_of_others,
+            )
         scope.turn = turn
         live = placement.live
         if placement.restore is not None:
@@ -223,9 +237,14 @@ class SlotPlacement:
         """Return the depth that contents have in the RAM cache if they have left their slot."""
         if contents is None:
             return 0
-        all_contents = (each.snapshots.contents for each in self._conversations)
-        later = (each for each in all_contents if each is not None and each.at > contents.at)
+        later = (each for each in self._all_contents() if each.at > contents.at)
         return len(contents.tokens) + sum(len(each.tokens) for each in later)
+
+    def _all_contents(self) -> Iterator[SlotContents]:
+        """Yield what conversations without a running request have left in slots."""
+        for conversation in self._conversations:
+            if conversation.snapshots.contents is not None:
+                yield conversation.snapshots.contents
 
     async def _prove(
         self, scope: TurnScope, turn: SnapshotTurn, step: _Step
@@ -433,7 +452,8 @@ class SlotPlacement:
     def _note_ram(self, turn: SnapshotTurn, cached: int) -> None:
         """Record whether the RAM cache had what others have displaced."""
         if turn.depth is not None:
-            self._probe.behaviour.ram.note(turn.depth, 2 * cached >= turn.displaced_tokens)
+            reuse = Reuse(cached, turn.displaced_tokens, turn.shared_tokens)
+            self._probe.behaviour.ram.note_reuse(turn.depth, reuse)
 
     async def save_contents(self, conversation: Conversation) -> None:
         """Save the slot of a conversation if its contents are certain and worth a snapshot."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evoke_proxy.core.snapshots.ram_cache import RamCache
+from evoke_proxy.core.snapshots.ram_cache import RamCache, Reuse
 
 
 def test_everything_is_expected_in_a_cache_that_has_lost_nothing() -> None:
@@ -58,3 +58,24 @@ def test_the_loss_is_the_share_of_returning_conversations() -> None:
     ram.note(300, found=False)
     ram.note_unused()
     assert ram.loss == 0.5
+
+
+def test_what_others_have_as_well_does_not_show_that_there_is_a_cache() -> None:
+    ram = RamCache()
+    ram.note_reuse(1000, Reuse(cached=800, displaced=800, shared=800))
+    ram.note_reuse(1000, Reuse(cached=0, displaced=0, shared=0))
+    assert not ram.exists and ram.loss == 1.0
+    ram.note_reuse(1000, Reuse(cached=600, displaced=1000, shared=600))
+    assert not ram.exists and ram.loss == 1.0
+    ram.note_reuse(1000, Reuse(cached=900, displaced=1000, shared=600))
+    assert ram.exists
+
+
+def test_the_loss_follows_larger_conversations_after_many_that_were_found() -> None:
+    ram = RamCache(exists=True)
+    for _ in range(1000):
+        ram.note(3000, found=True)
+    assert ram.loss == 0.0
+    for _ in range(4):
+        ram.note(200_000, found=False)
+    assert ram.loss > 0.1

@@ -13,6 +13,7 @@ from evoke_proxy.core.snapshots.slot_contents import (
     SlotContents,
     SlotStatus,
     has_restarted,
+    longest_shared,
 )
 
 
@@ -92,3 +93,12 @@ def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:
     assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 1)
     behaviour.note_prompt(LEFT, LONGER)
     assert behaviour.lookahead.wasted == 1
+
+
+def test_the_contents_that_share_most_with_a_prompt_count() -> None:
+    others = [tokens(1, 2, 9, 9), tokens(1, 2, 3, 9), tokens(1), tokens(8, 2, 3, 4)]
+    left = [replace(LEFT, tokens=each) for each in others]
+    assert longest_shared(left, tokens(1, 2, 3, 4)) == 3
+    assert longest_shared(reversed(left), tokens(1, 2, 3, 4)) == 3
+    assert longest_shared(left, tokens(1, 2)) == 2
+    assert longest_shared([], tokens(1, 2)) == 0

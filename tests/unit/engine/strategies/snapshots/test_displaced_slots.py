@@ -33,9 +33,13 @@ def saved(
     behaviour: ServerBehaviour | None = None,
     clears_idle_slots: bool = False,
     busy: tuple[int, ...] = (),
+    later_busy: tuple[int, ...] = (),
     reason: str = "",
 ) -> list[int]:
-    """The slots that are saved when a new conversation takes slot 0 of three, held by "a"."""
+    """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
+
+    After the first save llama-server runs requests in `later_busy`.
+    """
     done: list[int] = []
 
     async def save(slot: int, *_: Any) -> bool:
@@ -43,7 +47,8 @@ def saved(
         return True
 
     async def list_slots() -> list[SlotStatus]:
-        return [SlotStatus(slot, 5, N_TOKENS, slot in busy) for slot in range(3)]
+        now = later_busy if done else busy
+        return [SlotStatus(slot, 5, N_TOKENS, slot in now) for slot in range(3)]
 
     async def is_same_server(_: object) -> bool:
         return True
@@ -86,6 +91,12 @@ def test_all_idle_slots_are_saved_where_llama_server_empties_them() -> None:
     everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
     assert saved(everyone, clears_idle_slots=True) == [0, 1, 2]
     assert saved(everyone, clears_idle_slots=True, busy=(2,)) == [0, 1]
+
+
+def test_a_slot_in_which_a_request_begins_during_an_earlier_save_is_not_saved() -> None:
+    """llama-server would save it only when that request has ended."""
+    everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
+    assert saved(everyone, clears_idle_slots=True, later_busy=(1,)) == [0, 2]
 
 
 def test_a_conversation_of_one_request_is_not_saved() -> None:

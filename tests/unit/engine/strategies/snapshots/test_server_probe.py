@@ -45,6 +45,7 @@ class Calls(StockApi):
     go_on: asyncio.Event | None = None
 
     has_ram_cache = False
+    refused_prefill = 0  # status of the answer to a prefill
     n_tokens = 2  # in the slot
 
     def __init__(self, folder: Path, data: bytes) -> None:
@@ -63,6 +64,8 @@ class Calls(StockApi):
     async def prefill(
         self, tokens: Tokens, slot: int | None, epoch: int | None = None
     ) -> PrefillResult:
+        if self.refused_prefill:
+            raise UpstreamRejected(self.refused_prefill, b"no")
         known = self._decoded if self.has_ram_cache else self._decoded[-1:]
         cached = max((common_prefix(tokens, each) for each in known), default=0)
         self._decoded.append(tokens)
@@ -141,6 +144,17 @@ def test_a_ram_cache_is_found_by_a_test_in_a_slot_without_a_conversation(
         probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
         asyncio.run(probe.learn(calls))
     assert probe.behaviour.ram.exists == found
+
+
+def test_a_server_that_refuses_the_test_for_a_ram_cache_is_used_without_one(
+    tmp_path: Path,
+) -> None:
+    calls = Calls(tmp_path, file(cache(range(40), *SHAPE)))
+    calls.refused_prefill = 500
+    with open_repository(tmp_path) as repository:
+        probe = probe_of(calls, repository, SlotQueue(LimitsConfig()))
+        asyncio.run(probe.learn(calls))
+    assert probe.fingerprint and probe.problem is None and not probe.behaviour.ram.exists
 
 
 def test_a_busy_server_is_probed_when_it_is_idle(tmp_path: Path) -> None:
