@@ -13,6 +13,9 @@ from itertools import pairwise
 
 # Only so many of the latest observations count.
 _N_OBSERVED = 32
+# After so many contents that were not looked for, a loss is forgotten: a cache whose size was
+# underestimated is tried again. Each loss doubles the number, up to the second one.
+_PATIENCE, _MAX_PATIENCE = 8, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,10 @@ class RamCache:
     # their contents, as far as they were looked for.
     _returned: deque[bool] = field(default_factory=lambda: deque(maxlen=_N_OBSERVED))
 
+    # How many contents were not looked for since a loss was forgotten, and after how many one is.
+    _n_unused: int = 0
+    _patience: int = _PATIENCE
+
     def has(self, depth: int) -> bool:
         """Whether contents at this depth are expected to be found."""
         return self.exists and depth < self._limit()
@@ -80,6 +87,7 @@ class RamCache:
         """Record whether contents at this depth were found."""
         self.exists |= found
         self._observed.append((depth, found))
+        self._patience = _PATIENCE if found else min(2 * self._patience, _MAX_PATIENCE)
         self._returned.append(found)
 
     def note_reuse(self, depth: int, reuse: Reuse) -> None:
@@ -90,6 +98,12 @@ class RamCache:
     def note_unused(self) -> None:
         """Record contents that were not looked for, because they were not expected."""
         self._returned.append(False)
+        self._n_unused += 1
+        if self._n_unused >= self._patience:
+            self._n_unused = 0
+            lost = [each for each in self._observed if not each[1]]
+            if lost:
+                self._observed.remove(min(lost))
 
     @property
     def loss(self) -> float:

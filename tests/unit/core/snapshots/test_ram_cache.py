@@ -34,6 +34,18 @@ def test_a_single_loss_does_not_count_against_many_finds() -> None:
     assert ram.has(650)
 
 
+def test_a_cache_is_tried_again_after_a_loss_later_each_time() -> None:
+    ram = RamCache(exists=True)
+    waits = list[int]()
+    for _ in range(3):
+        ram.note(600, found=False)
+        waits.append(0)
+        while not ram.has(1000):
+            ram.note_unused()
+            waits[-1] += 1
+    assert waits == [16, 32, 64]
+
+
 def test_losses_alone_lower_the_limit_to_half_each_time() -> None:
     ram = RamCache(exists=True)
     ram.note(1000, found=False)
