@@ -15,7 +15,7 @@ from itertools import pairwise
 _N_OBSERVED = 32
 # After so many contents that were not looked for, a loss is forgotten: a cache whose size was
 # underestimated is tried again. Each loss doubles the number, up to the second one.
-_PATIENCE, _MAX_PATIENCE = 8, 1024
+_RETRY_AFTER, _MAX_RETRY_AFTER = 8, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RamCache:
 
     # How many contents were not looked for since a loss was forgotten, and after how many one is.
     _n_unused: int = 0
-    _patience: int = _PATIENCE
+    _retry_after: int = _RETRY_AFTER
 
     def has(self, depth: int) -> bool:
         """Whether contents at this depth are expected to be found."""
@@ -87,7 +87,7 @@ class RamCache:
         """Record whether contents at this depth were found."""
         self.exists |= found
         self._observed.append((depth, found))
-        self._patience = _PATIENCE if found else min(2 * self._patience, _MAX_PATIENCE)
+        self._retry_after = _RETRY_AFTER if found else min(2 * self._retry_after, _MAX_RETRY_AFTER)
         self._returned.append(found)
 
     def note_reuse(self, depth: int, reuse: Reuse) -> None:
@@ -99,7 +99,7 @@ class RamCache:
         """Record contents that were not looked for, because they were not expected."""
         self._returned.append(False)
         self._n_unused += 1
-        if self._n_unused >= self._patience:
+        if self._n_unused >= self._retry_after:
             self._n_unused = 0
             lost = [each for each in self._observed if not each[1]]
             if lost:
