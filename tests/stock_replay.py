@@ -364,7 +364,7 @@ def main() -> None:
     args = parser.parse_args()
     conversations = shipped()[: args.conversations]
     disk = round(plan_of(longest_of(conversations), SLOTS).disk_mib / 1024)
-    arms = [(4, 8.0, 0), (4, 8.0, disk), (4, 8.0, 32), (4, 32.0, 0), (4, 32.0, disk)]
+    arms = [(4, 8.0, gib) for gib in (0, disk, 128, 64, 32)] + [(4, 32.0, 0), (4, 32.0, disk)]
     arms += [(2, 8.0, 0), (2, 8.0, disk), (8, 8.0, 0), (8, 8.0, disk)]
     rows = []
     for users, ram, disk_gib in arms:

@@ -381,11 +381,10 @@ def _build(tree: Mapping[str, Any]) -> Config:
 def _converted(item: Setting, value: object) -> object:
     """Return the value in the setting's type; ConfigError when it has another type or range."""
     bare, _, meta = _unwrapped(item.type)
-    if words := _words(item.type):
-        if value in words:
-            return value
-        if value == "off" or value is False:  # YAML reads `off` as false
-            return None
+    if value in item.words:
+        return value
+    if item.allows_off and (value == "off" or value is False):  # YAML reads `off` as false
+        return None
     if value is False and "off" in item.choices:
         return "off"
     if bare == tuple[str, ...] and isinstance(value, str):
@@ -402,8 +401,8 @@ def _refuse_value(item: Setting, bare: Any, meta: msgspec.Meta | None, value: An
     try:
         msgspec.convert(value, bare)
     except msgspec.ValidationError:
-        words = _words(item.type)
-        wanted = ", ".join((_TYPE_NAMES[bare], *words)) + " or off" * bool(words)
+        *names, last = _TYPE_NAMES[bare], *item.words, *["off"] * item.allows_off
+        wanted = ", ".join(names) + " or " * bool(names) + last
         _refuse(item.key, wanted, value)
     if meta is None or (meta.le is not None and value > meta.le):
         wanted = f"at most {meta.le}" if meta is not None else _TYPE_NAMES[bare]
@@ -427,12 +426,6 @@ def _unwrapped(kind: Any) -> tuple[Any, bool, msgspec.Meta | None]:
         bare, meta = typing.get_args(kind)
         return bare, is_optional, meta
     return kind, is_optional, None
-
-
-def _words(kind: Any) -> tuple[str, ...]:
-    """Return the words that a setting accepts besides a number; it then accepts `off` as well."""
-    parts = typing.get_args(kind)
-    return next((typing.get_args(part) for part in parts if typing.get_origin(part) is Literal), ())
 
 
 def _refuse(key: str, wanted: str, value: object) -> NoReturn:

@@ -90,7 +90,7 @@ def _property(item: Setting) -> dict[str, Any]:
         kind["enum"] = list(item.choices)
     if "off" in item.choices:  # YAML 1.1 reads `off` as false
         kind = {"enum": [*item.choices, False]}
-    if any("enum" in part for part in kind.get("anyOf", ())):
+    if item.allows_off:
         kind["anyOf"].append({"enum": ["off", False]})
     if kind.get("type") == "array":  # a single text is a list of one
         kind = {"anyOf": [kind, {"type": "string"}]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
+import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -472,9 +473,10 @@ class SnapshotsConfig:
         "While a client reads an answer, decode the part of its next request that is already"
         " known.",
     )
-    max_mib: Count = setting(
-        32768,
-        "Largest size of all snapshots together, MiB. The least recently used are deleted first.",
+    max_mib: Count | Literal["auto"] = setting(
+        AUTO,
+        "Largest size of all snapshots together, MiB. The least recently used are deleted first."
+        " auto: half of the disk space that is free or that snapshots take, at most 256 GiB.",
         reloadable=True,
     )
     max_count: Count = setting(
@@ -691,6 +693,18 @@ class Setting:
     reloadable: bool
     is_tuning: bool
     why: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that it accepts besides a number, without `off`."""
+        parts = typing.get_args(self.type)
+        literals = (part for part in parts if typing.get_origin(part) is Literal)
+        return next((typing.get_args(part) for part in literals), ())
+
+    @property
+    def allows_off(self) -> bool:
+        """Whether it has words and accepts `off` for None."""
+        return bool(self.words) and types.NoneType in typing.get_args(self.type)
 
 
 @cache

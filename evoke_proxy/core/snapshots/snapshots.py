@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.config import AUTO, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 
 _MIB = 1024 * 1024
+# Of the disk, where no size is set: a share of what is free or has snapshots, and the most.
+_DISK_SHARE, _MAX_AUTO_BYTES = 0.5, 256 * 1024 * _MIB
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -86,7 +88,8 @@ def apply_changes(snapshots: Mapping[str, Snapshot], changes: Changes) -> dict[s
 class Bounds:
     """Limits of a repository."""
 
-    max_bytes: int
+    # None: by the size of the disk, see `bytes_allowed`.
+    max_bytes: int | None
     max_count: int
     # Seconds without use after which a snapshot is deleted.
     max_age_s: float
@@ -99,12 +102,22 @@ class Bounds:
     def of(cls, config: SnapshotsConfig) -> Bounds:
         """Read the limits from the settings."""
         return cls(
-            max_bytes=config.max_mib * _MIB,
+            max_bytes=None if config.max_mib == AUTO else config.max_mib * _MIB,
             max_count=config.max_count,
             max_age_s=config.max_age_h * 3600,
             min_free_bytes=config.min_free_mib * _MIB,
             tenant_bytes=config.tenant_mib * _MIB,
         )
+
+    def bytes_allowed(self, disk_bytes: int) -> int:
+        """Return the largest size of all snapshots together.
+
+        `disk_bytes` is the size of what is free on the disk and of all snapshots. If no size is
+        set, half of it is allowed, and at most 256 GiB.
+        """
+        if self.max_bytes is not None:
+            return self.max_bytes
+        return min(int(disk_bytes * _DISK_SHARE), _MAX_AUTO_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +188,8 @@ def surplus(
     deleted_ids = {item.id for item, _ in deleted}
     deletable = [item for item in deletable if item.id not in deleted_ids]
     remaining = [item for item in remaining if item.id not in deleted_ids]
-    freed_bytes = sum(item.n_bytes for item, _ in deleted)
-    return deleted + _over_room(remaining, deletable, bounds, free_bytes + freed_bytes)
+    free_bytes += sum(item.n_bytes for item, _ in deleted)
+    return deleted + _over_room(remaining, deletable, bounds, free_bytes)
 
 
 def _over_quota(
@@ -211,6 +224,7 @@ def _over_room(
     n_bytes: Counter[str] = Counter()
     for item in snapshots:
         n_bytes[item.tenant] += item.n_bytes
+    max_bytes = bounds.bytes_allowed(free_bytes + n_bytes.total())
     queues: dict[str, deque[Snapshot]] = {}
     for item in deletable:
         queues.setdefault(item.tenant, deque()).append(item)
@@ -219,7 +233,7 @@ def _over_room(
     while queues:
         limits = (
             ("count", counts, counts.total() > bounds.max_count),
-            ("bytes", n_bytes, n_bytes.total() > bounds.max_bytes),
+            ("bytes", n_bytes, n_bytes.total() > max_bytes),
             ("free_space", n_bytes, free_bytes < bounds.min_free_bytes),
         )
         broken = next(((reason, usage) for reason, usage, is_broken in limits if is_broken), None)

@@ -106,6 +106,14 @@ def test_a_variable_is_read_with_the_type_of_its_setting() -> None:
         ),
         ("policy: {budget: true}", "policy.budget: must be a whole number, auto or off, not True"),
         ("policy: {budget: 1.5}", "policy.budget: must be a whole number, auto or off, not 1.5"),
+        (
+            "snapshots: {max_mib: off}",
+            "snapshots.max_mib: must be a whole number or auto, not False",
+        ),
+        (
+            "snapshots: {max_mib: null}",
+            "snapshots.max_mib: must be a whole number or auto, not None",
+        ),
         ("policy: {budget: 0}", "policy.budget: must be more than 0, not 0"),
         (
             "policy: {budget: 90, block_tokens: 11}",

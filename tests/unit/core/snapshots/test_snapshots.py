@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from snapshot_fixtures import NOW, snapshot, tokens
 
+from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
@@ -68,6 +69,7 @@ def test_prefixes_of_a_branch_stay_because_other_conversations_may_begin_with_ea
     [
         (replace(ROOMY, max_count=2), 10**9, "count"),
         (replace(ROOMY, max_bytes=2500), 10**9, "bytes"),
+        (replace(ROOMY, max_bytes=None), 2000, "bytes"),  # half of 2,000 + 3 x 1,000
         (replace(ROOMY, min_free_bytes=1500), 1000, "free_space"),
         (replace(ROOMY, tenant_bytes=2500), 10**9, "tenant"),
     ],
@@ -81,6 +83,15 @@ def test_the_least_recently_used_snapshots_are_deleted_first(
         ("b", reason)
     ]
     assert surplus(snapshots, ROOMY, 10**9, NOW) == []
+
+
+def test_without_a_size_snapshots_take_half_of_the_disk_and_at_most_256_gib() -> None:
+    bounds = Bounds.of(SnapshotsConfig())
+    assert bounds.max_bytes is None
+    assert bounds.bytes_allowed(disk_bytes=100 << 30) == 50 << 30
+    assert bounds.bytes_allowed(disk_bytes=2000 << 30) == 256 << 30
+    sized = Bounds.of(SnapshotsConfig(max_mib=1024))
+    assert sized.bytes_allowed(disk_bytes=100 << 30) == 1 << 30
 
 
 def test_old_snapshots_are_deleted_unless_pinned() -> None:
