@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stock_deployment import Chat, Deployment, decoded, long_chat
+from stock_deployment import Chat, Deployment, decoded, long_chat, template
 
 NO_RAM = ("--cache-ram", "0")
+QWEN = tuple(template("Qwen3.5-4B"))
 SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 2.0}
 # Tokens that a turn may decode: its message, the latest answer, and what is tested at the start.
 TURN = 160
@@ -40,6 +41,29 @@ def test_conversations_that_displace_each_other_decode_only_new_text(
             if turn > 1:
                 assert decoded(running.port) - before <= n_chats * TURN
         assert running.metric("evoke_degraded_total", stage="displace") == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("hybrid-8", ()), ("hybrid-8", QWEN), ("tiny-gemma", ())],
+    ids=["hybrid", "hybrid, thoughts are removed", "windows"],
+)
+def test_slots_of_other_memories_are_saved_with_their_answer(
+    shape: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Nothing is decoded ahead: the slot ends with the answer when the next request arrives."""
+    deployment = Deployment(tmp_path, shape, (*NO_RAM, "-np", "1", *options))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            if turn > 1:
+                assert decoded(running.port) - before <= len(chats) * TURN
+        assert running.metric("evoke_degraded_total", stage="displace") == 0
+        assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0
 
 
 def test_nothing_is_saved_for_a_request_while_the_ram_cache_keeps_the_slots(tmp_path: Path) -> None:

@@ -82,8 +82,9 @@ class DisplacedSlots:
         tokens, behaviour = contents.tokens, self._probe.behaviour
         if conversation.snapshots.n_sent < _MIN_REQUESTS or len(tokens) < self._config.min_tokens:
             return False
-        if not (contents.exact or behaviour.can_restore_partly):
-            return False  # the next prompt may have the latest answer in another form
+        may_continue = behaviour.can_drop_answers or conversation.snapshots.answers.is_trusted
+        if not (contents.exact or may_continue):
+            return False  # the next prompt has the latest answer in another form
         return not self._transfers.reason_not_to_save(
             conversation.tenant, tokens, waited_for=True, risk=behaviour.ram.loss
         )
@@ -109,7 +110,9 @@ class DisplacedSlots:
             if contents.exact:
                 await self._transfers.save(contents.slot, tokens, label, api)
             else:
-                await self._transfers.save_with_answer(contents.slot, tokens, label, api)
+                saved = await self._transfers.save_with_answer(contents.slot, tokens, label, api)
+                if saved is not None and other.snapshots.contents is contents:
+                    other.snapshots.answer_saved(saved)
 
 
 def _is_left(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:

@@ -174,6 +174,9 @@ class ServerProbe:
             await run_in(DISK, self._repository.files.receive, part, copied.n_bytes)
             caches = await run_in(DISK, self._repository.files.caches, part)
             behaviour.is_dense, behaviour.has_windows = len(caches) == 1, has_windows(caches)
+            behaviour.saves_checkpoints = await run_in(
+                DISK, self._repository.files.has_checkpoints, part
+            )
             behaviour.is_detected = True
 
     async def is_same_server(self, api: StockApi) -> bool:

@@ -170,6 +170,7 @@ class SlotPlacement:
         )
         scope.turn = turn
         contents = conversation.snapshots.contents
+        conversation.snapshots.prompted(turn.prompt)
         conversation.snapshots.contents_changed(None)
         behaviour = self._probe.behaviour
         behaviour.note_slots(contents, slots)
@@ -184,7 +185,7 @@ class SlotPlacement:
             behaviour=behaviour,
             min_gain_tokens=self._config.min_tokens // 2,
         )
-        match = self._transfers.find(turn.request.tenant, turn.goal)
+        match = self._transfers.find(turn.request.tenant, turn.goal, contents)
         placement = decide(situation, match, self._probe.costs)
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)

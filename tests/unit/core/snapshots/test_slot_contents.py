@@ -51,6 +51,25 @@ def test_contents_that_were_cut_off_may_have_grown() -> None:
     assert not replace(LEFT, status=None).is_unchanged([LOOK])
 
 
+@pytest.mark.parametrize(
+    ("memory", "partly", "without_answer"),
+    [
+        ({"is_dense": True}, True, True),
+        ({"is_dense": False}, False, False),
+        ({"is_dense": False, "saves_checkpoints": True}, False, True),
+        ({"is_dense": False, "saves_checkpoints": True, "has_windows": True}, False, False),
+    ],
+)
+def test_what_a_restored_slot_can_give_up_depends_on_the_memory(
+    memory: dict[str, bool], partly: bool, without_answer: bool
+) -> None:
+    behaviour = ServerBehaviour(**memory)
+    assert (behaviour.can_restore_partly, behaviour.can_drop_answers) == (partly, without_answer)
+    for _ in range(3):
+        behaviour.partial_restore.record(1000, 0)
+    assert not behaviour.can_restore_partly and not behaviour.can_drop_answers
+
+
 def test_a_restart_is_detected_by_lower_task_numbers() -> None:
     assert has_restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
     assert has_restarted([LEFT], [SlotStatus(0, 3, 9, False)])

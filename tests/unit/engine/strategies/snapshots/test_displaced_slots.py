@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
+from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversation_states import SnapshotState
@@ -17,6 +18,8 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
 
 N_TOKENS = 1000
+WITH_ANSWER = np.arange(N_TOKENS + 20, dtype=np.int32)
+CHANGED_ANSWER = np.append(np.arange(N_TOKENS, dtype=np.int32), np.zeros(50, np.int32))
 
 
 def conversation(id: str, slot: int, n_sent: int = 2, **changes: Any) -> Any:
@@ -46,6 +49,10 @@ def saved(
         done.append(slot)
         return True
 
+    async def save_with_answer(slot: int, *_: Any) -> Tokens:
+        done.append(slot)
+        return WITH_ANSWER
+
     async def list_slots() -> list[SlotStatus]:
         now = later_busy if done else busy
         return [SlotStatus(slot, 5, N_TOKENS, slot in now) for slot in range(3)]
@@ -67,7 +74,9 @@ def saved(
                 is_same_server=is_same_server,
             ),
             transfers=SimpleNamespace(  # type: ignore[arg-type]
-                save=save, save_with_answer=save, reason_not_to_save=lambda *_, **__: reason
+                save=save,
+                save_with_answer=save_with_answer,
+                reason_not_to_save=lambda *_, **__: reason,
             ),
             placement=SimpleNamespace(label=lambda *_: None),  # type: ignore[arg-type]
             slots=slots,
@@ -90,6 +99,7 @@ def test_the_conversation_in_the_leased_slot_is_saved() -> None:
 def test_all_idle_slots_are_saved_where_llama_server_empties_them() -> None:
     everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
     assert saved(everyone, clears_idle_slots=True) == [0, 1, 2]
+    everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
     assert saved(everyone, clears_idle_slots=True, busy=(2,)) == [0, 1]
 
 
@@ -110,10 +120,34 @@ def test_nothing_is_saved_while_the_ram_cache_has_lost_nothing() -> None:
     assert saved([conversation("a", 0)], behaviour=behaviour) == [0]
 
 
-@pytest.mark.parametrize("memory", [{"is_dense": False}, {"is_dense": True}])
-def test_an_answer_is_saved_only_for_a_memory_that_can_be_cut_back(memory: dict[str, bool]) -> None:
-    expected = [0] if memory["is_dense"] else []
-    assert saved([conversation("a", 0)], behaviour=ServerBehaviour(**memory)) == expected
+@pytest.mark.parametrize(
+    ("memory", "is_saved"),
+    [
+        ({"is_dense": True}, True),
+        ({"is_dense": False}, False),
+        ({"is_dense": False, "saves_checkpoints": True}, True),
+        ({"is_dense": False, "saves_checkpoints": True, "has_windows": True}, False),
+    ],
+)
+def test_where_the_next_prompts_changed_answers_only_what_can_be_cut_off_is_saved(
+    memory: dict[str, bool], is_saved: bool
+) -> None:
+    one = conversation("a", 0)
+    for _ in range(3):
+        one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+        assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+        assert np.array_equal(one.snapshots.contents.tokens, WITH_ANSWER)
+        one.snapshots.prompted(CHANGED_ANSWER)
+    one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+    assert saved([one], behaviour=ServerBehaviour(**memory)) == [0] * is_saved
+
+
+def test_answers_that_the_next_prompts_continue_are_saved_on_any_memory() -> None:
+    one = conversation("a", 0)
+    for _ in range(5):
+        one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+        assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+        one.snapshots.prompted(np.append(WITH_ANSWER, np.zeros(50, np.int32)))
 
 
 def test_contents_that_have_changed_or_gain_nothing_are_not_saved() -> None:
