@@ -6,9 +6,12 @@ the conversations. The tests count all tokens that llama-server decodes.
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
+from harness import TIMEOUT_S, ask
 from stock_deployment import Chat, Deployment, decoded, long_chat, template
 
 NO_RAM = ("--cache-ram", "0")
@@ -90,6 +93,42 @@ def test_a_side_request_does_not_cost_a_conversation_its_rows(tmp_path: Path) ->
             chat.ask(running.port, text)
             chat.add_reply()
         side.ask(running.port, f"Write a concise title for this conversation: {words}")
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN
+
+
+def test_a_raw_prompt_does_not_cost_a_conversation_its_rows(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chat = long_chat(400)
+        for text in ("Begin.", " ".join(f"w{number}" for number in range(300))):
+            chat.ask(running.port, text)
+            chat.add_reply()
+        prompt = " ".join(f"r{number}" for number in range(300))
+        body = json.dumps({"prompt": prompt, "n_predict": 4}).encode()
+        answer = ask(
+            running.port, "POST", "/completion", body, {"Content-Type": "application/json"}
+        )
+        assert answer.status == 200, answer.body
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN
+        assert running.metric("evoke_degraded_total", stage="displace") == 0
+
+
+def test_when_the_proxy_stops_the_latest_answer_is_saved(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    chat = long_chat(400)
+    with deployment.server_and_proxy(**SELDOM) as running:
+        for text in ("Begin.", " ".join(f"w{number}" for number in range(300))):
+            chat.ask(running.port, text)
+            chat.add_reply()
+        running.wait_until_idle()
+        stop = running.gateway.save_all()
+        asyncio.run_coroutine_threadsafe(stop, running.loop).result(TIMEOUT_S)
+        running.wait_for_background()
+    with deployment.server_and_proxy(**SELDOM) as running:
         before = decoded(running.port)
         chat.ask(running.port, "Go on.")
         assert decoded(running.port) - before <= TURN

@@ -18,7 +18,7 @@ from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.look_ahead import PREFIX, STEP, kind_of
+from evoke_proxy.core.request.look_ahead import PREFIX, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
 from evoke_proxy.core.snapshots.ram_cache import Reuse
@@ -455,19 +455,6 @@ class SlotPlacement:
         if turn.depth is not None:
             reuse = Reuse(cached, turn.displaced_tokens, turn.shared_tokens)
             self._probe.behaviour.ram.note_reuse(turn.depth, reuse)
-
-    async def save_contents(self, conversation: Conversation) -> None:
-        """Save the slot of a conversation if its contents are certain and worth a snapshot."""
-        contents = conversation.snapshots.contents
-        if contents is None or not contents.exact:
-            return
-        if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens):
-            return
-        unchanged = contents.is_unchanged(await self._api.list_slots())
-        if unchanged and await self._probe.is_same_server(self._api):
-            branch = conversation.snapshots.branch or conversation.id
-            label = self.label(conversation.tenant, branch, STEP, len(contents.tokens))
-            await self._transfers.save(contents.slot, contents.tokens, label, self._api)
 
     def label(self, tenant: str, branch: str, kind: str, n_tokens: int) -> SnapshotLabel:
         """Return the label of a snapshot with `n_tokens` tokens."""

@@ -22,7 +22,7 @@ from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
-from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S
+from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S, SlotLease
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, StrategyProblem
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -216,7 +216,7 @@ class SnapshotStrategy(CacheStrategy):
             _log.info("session %s is not saved: a request runs in its slot", conversation.id)
             return
         async with lease:
-            await self._placement.save_contents(conversation)
+            await self._displaced.save_contents(conversation, self._api)
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
@@ -264,7 +264,7 @@ class SnapshotStrategy(CacheStrategy):
         lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
         scope.trace.stage = "displace"
         with lease.vacating(), scope.trace.waiting():
-            await self._displaced.save(conversation, lease, scope.turn.calls.stock)
+            await self._displaced.save(lease, scope.turn.calls.stock, conversation)
         if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
@@ -283,10 +283,19 @@ class SnapshotStrategy(CacheStrategy):
     async def _prepare_unmanaged(
         self, request: ParsedChat, scope: TurnScope, reason: str
     ) -> PreparedTurn:
-        """Lease slots for a request that leaves no snapshot."""
+        """Lease slots for a request that leaves no snapshot, and save what others have there.
+
+        Of several slots that do not share their cells, llama-server may choose another one.
+        """
         scope.turn = replace(scope.turn, decision=f"guest:{reason}")
+
+        async def save(lease: SlotLease) -> None:
+            if reason != "too_long":  # llama-server refuses it
+                scope.trace.stage = "displace"
+                await self._displaced.save(lease, scope.turn.calls.stock)
+
         with scope.trace.waiting():
-            await self._assignment.acquire_ephemeral(request, scope)
+            await self._assignment.acquire_ephemeral(request, scope, save)
         return scope.turn
 
     async def _render(self, request: ParsedChat, scope: TurnScope) -> SnapshotTurn | None:

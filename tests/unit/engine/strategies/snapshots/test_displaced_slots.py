@@ -84,7 +84,7 @@ def saved(
         )
         with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
             api: Any = SimpleNamespace(list_slots=list_slots)
-            await displaced.save(conversation("new", -1), lease, api)
+            await displaced.save(lease, api, conversation("new", -1))
         for other in others:
             other.release()
 
