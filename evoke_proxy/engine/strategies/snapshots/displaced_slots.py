@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
@@ -46,20 +47,38 @@ class DisplacedSlots:
         self._conversations = conversations
 
     async def save(
-        self, lease: SlotLease, api: StockApi, conversation: Conversation | None = None
+        self,
+        lease: SlotLease,
+        api: StockApi,
+        conversation: Conversation | None = None,
+        prompt: Tokens = NO_TOKENS,
     ) -> None:
         """Save what a request displaces; its lease is not yet `vacated`.
 
-        `conversation` is that of the request, None if it belongs to none. Raises UpstreamError.
+        `conversation` and `prompt` are those of the request; without them it belongs to no
+        conversation, or its tokens are not known. Raises UpstreamError.
         """
-        if self._probe.problem or not self._probe.behaviour.ram.loss:
+        if self._probe.problem:
             return
-        if not any(True for _ in self._displaced(lease, conversation)):
+        displaced = self._displaced(lease, conversation)
+        if not any(self._risk(contents, prompt) for _, contents in displaced):
             return
         slots = await api.list_slots()
         for other, contents in list(self._displaced(lease, conversation, slots)):
-            if self._is_worth_saving(other, contents):
+            if self._is_worth_saving(other, contents, self._risk(contents, prompt)):
                 await self._save(other, contents, lease, api)
+
+    def _risk(self, contents: SlotContents, prompt: Tokens) -> float:
+        """The share of displaced contents that llama-server is expected to lose, from 0 to 1.
+
+        It keeps a copy in RAM, if it can, except where the prompt that displaces the contents has
+        at least half of them (`get_available_slot` in tools/server/server-context.cpp).
+        """
+        loss, n_tokens = self._probe.behaviour.ram.loss, len(contents.tokens)
+        if loss >= 1.0 or not n_tokens:
+            return loss
+        n_shared = common_prefix(contents.tokens, prompt)
+        return loss if 2 * n_shared < n_tokens else max(loss, 1.0 - n_shared / n_tokens)
 
     def _displaced(
         self,
@@ -81,14 +100,16 @@ class DisplacedSlots:
             if _is_left(contents, slots):
                 yield other, contents
 
-    def _is_worth_saving(self, conversation: Conversation, contents: SlotContents) -> bool:
+    def _is_worth_saving(
+        self, conversation: Conversation, contents: SlotContents, risk: float
+    ) -> bool:
         tokens = contents.tokens
         if conversation.snapshots.n_sent < _MIN_REQUESTS or len(tokens) < self._config.min_tokens:
             return False
         if not self._is_of_use(conversation, contents):
             return False
         return not self._transfers.reason_not_to_save(
-            conversation.tenant, tokens, waited_for=True, risk=self._probe.behaviour.ram.loss
+            conversation.tenant, tokens, waited_for=True, risk=risk
         )
 
     async def save_contents(self, conversation: Conversation, api: StockApi) -> None:

@@ -264,7 +264,8 @@ class SnapshotStrategy(CacheStrategy):
         lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
         scope.trace.stage = "displace"
         with lease.vacating(), scope.trace.waiting():
-            await self._displaced.save(lease, scope.turn.calls.stock, conversation)
+            calls, prompt = scope.turn.calls, turn.prompt
+            await self._displaced.save(lease, calls.stock, conversation, prompt)
         if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
-from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversation_states import SnapshotState
@@ -38,6 +38,7 @@ def saved(
     busy: tuple[int, ...] = (),
     later_busy: tuple[int, ...] = (),
     reason: str = "",
+    prompt: Tokens = NO_TOKENS,
 ) -> list[int]:
     """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
 
@@ -84,7 +85,7 @@ def saved(
         )
         with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
             api: Any = SimpleNamespace(list_slots=list_slots)
-            await displaced.save(lease, api, conversation("new", -1))
+            await displaced.save(lease, api, conversation("new", -1), prompt)
         for other in others:
             other.release()
 
@@ -118,6 +119,15 @@ def test_nothing_is_saved_while_the_ram_cache_has_lost_nothing() -> None:
     assert saved([conversation("a", 0)], behaviour=behaviour) == []
     behaviour.ram.note(N_TOKENS, found=False)
     assert saved([conversation("a", 0)], behaviour=behaviour) == [0]
+
+
+@pytest.mark.parametrize(("n_shared", "is_saved"), [(499, False), (500, True), (999, True)])
+def test_what_llama_server_does_not_keep_in_ram_is_saved(n_shared: int, is_saved: bool) -> None:
+    """It makes no copy where the prompt that displaces the slot has half of its tokens."""
+    behaviour = ServerBehaviour(ram=RamCache(exists=True))
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    prompt[n_shared:] += 7
+    assert saved([conversation("a", 0)], behaviour=behaviour, prompt=prompt) == [0] * is_saved
 
 
 @pytest.mark.parametrize(
