@@ -98,3 +98,27 @@ def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
         paths = list(folder.glob("*.evoke-*"))
         assert paths and not any(path.read_bytes().startswith(b"qsgg") for path in paths)
         assert running.metric("evoke_snapshot_restores_total", result="useful") > 0
+
+
+def _decoded_again(port: int, name: str, **fields: object) -> int:
+    """Complete a prompt as a tenant; returns how many of its tokens were decoded."""
+    body = {"n_predict": 1, "temperature": 0, **fields}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS[name]}"}
+    answer = ask(port, "POST", "/completion", json.dumps(body).encode(), headers)
+    assert answer.status == 200, answer.body
+    n_decoded: int = json.loads(answer.body)["timings"]["prompt_n"]
+    return n_decoded
+
+
+def test_no_tenant_leaves_rows_of_another_position_to_prompts_that_begin_alike(
+    tmp_path: Path,
+) -> None:
+    """A stock server would move them there for `n_cache_reuse`, and give them to every tenant."""
+    with (
+        Deployment(tmp_path).server() as port,
+        proxy_with_keys(port, tmp_path, snapshots__directory=str(tmp_path)) as running,
+    ):
+        common = list(range(300, 500))
+        _decoded_again(running.port, "alice", prompt=[1, *range(600, 700), *common])
+        moved = _decoded_again(running.port, "alice", prompt=[1, *common], n_cache_reuse=1)
+        assert moved >= len(common)

@@ -10,6 +10,7 @@ from evoke_proxy.adapters.clock import uptime_s
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, NormaliseConfig
 from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
+from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.large_json import HUGE_BYTES
 from evoke_proxy.core.request.normalise import (
     BILLING,
@@ -28,6 +29,10 @@ from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
 from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest, tenant_of
 from evoke_proxy.errors import RequestError
+
+# Lets an unpatched llama-server move rows of the slot, whoever has sent their text, to other
+# positions of a prompt. It keeps them as rows of that prompt for every request that begins alike.
+_REUSE_OF_ROWS = "n_cache_reuse"
 
 
 class Normalizer:
@@ -92,8 +97,9 @@ class RequestParser:
         """Read a request, and take the proxy's own fields out of its body.
 
         Raises RequestError for wrong fields of the proxy. Where clients have keys, also when the
-        body cannot be read: llama-server might read the proxy's fields from it. A large body is
-        read in a thread.
+        body cannot be read: llama-server might read the proxy's fields from it; `n_cache_reuse` is
+        removed there, because rows of one tenant would become those of a prompt of another. A large
+        body is read in a thread.
         """
         return await run_off_loop(incoming.body, self._parse, incoming)
 
@@ -116,12 +122,15 @@ class RequestParser:
         fields = read.parsed
         hint = hint_of(incoming.headers, fields)
         chat = parse_chat(incoming.dialect, fields, read.n_shared)
+        forwarded = strip_own_fields(read.body) if chat.options.is_set else read.body
+        if self._config.security.keys_file and _REUSE_OF_ROWS in chat.keys:
+            forwarded = edit_top_level(forwarded, {}, (_REUSE_OF_ROWS,))
         id_slot = fields.get("id_slot")
         is_slot = isinstance(id_slot, int) and not isinstance(id_slot, bool)
         return ParsedChat(
             incoming=incoming,
             tenant=tenant,
-            body=strip_own_fields(read.body) if chat.options.is_set else read.body,
+            body=forwarded,
             chat=chat,
             model=str(fields.get("model")),
             hint=hint,
