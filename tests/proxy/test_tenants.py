@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from adapters import write_adapter
 from harness import RunningProxy, ask
 from stock_deployment import Deployment
 from tenant_keys import KEYS, TENANTS, proxy_with_keys
@@ -122,3 +123,22 @@ def test_no_tenant_leaves_rows_of_another_position_to_prompts_that_begin_alike(
         _decoded_again(running.port, "alice", prompt=[1, *range(600, 700), *common])
         moved = _decoded_again(running.port, "alice", prompt=[1, *common], n_cache_reuse=1)
         assert moved >= len(common)
+
+
+def test_no_tenant_computes_with_adapters_where_others_would_get_the_rows(tmp_path: Path) -> None:
+    """A stock server answers a request without `lora` from rows that have those adapters."""
+    adapter, chat = tmp_path / "adapter.gguf", "/v1/chat/completions"
+    write_adapter(adapter, seed=1)
+    options = ("--lora", str(adapter), "--lora-init-without-apply")
+    question = {"messages": [{"role": "user", "content": "one two three " * 20}], "max_tokens": 1}
+    with (
+        Deployment(tmp_path, "tiny-dense", options).server() as port,
+        proxy_with_keys(port, tmp_path) as running,
+    ):
+        for lora, status in (([{"id": 0, "scale": 3.0}], 400), ([], 200)):
+            headers = {"Content-Type": "application/json", "X-Api-Key": KEYS["alice"]}
+            body = json.dumps({**question, "lora": lora}).encode()
+            answer = ask(running.port, "POST", chat, body, headers)
+            assert answer.status == status, answer.body
+            if status == 400:
+                assert json.loads(answer.body)["error"]["code"] == "lora_not_accepted"
