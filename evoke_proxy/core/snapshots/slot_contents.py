@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots.costs import SuccessTracker
+from evoke_proxy.core.snapshots.costs import SuccessTracker, TenantTrackers
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 
 
@@ -98,7 +98,7 @@ class ServerBehaviour:
     # Whether a slot can go back to fewer tokens without a restore.
     rollback: SuccessTracker = field(default_factory=SuccessTracker)
     # Whether the next request begins with the tokens that were decoded ahead of it.
-    lookahead: SuccessTracker = field(default_factory=SuccessTracker)
+    lookahead: TenantTrackers = field(default_factory=TenantTrackers)
     # What the RAM cache keeps of slots that others have displaced.
     ram: RamCache = field(default_factory=RamCache)
     # Every layer keeps every token. A guess until `is_detected`.
@@ -115,12 +115,12 @@ class ServerBehaviour:
         """Whether to restore a snapshot that the prompt continues only in part."""
         return self.partial_restore.is_trusted and self.is_dense
 
-    def note_prompt(self, contents: SlotContents, tokens: Tokens) -> None:
-        """Record whether a prompt begins with the tokens that were decoded ahead of it."""
+    def note_prompt(self, tenant: str, contents: SlotContents, tokens: Tokens) -> None:
+        """Record whether a tenant's prompt begins with the tokens that were decoded ahead of it."""
         if contents.ahead_from is not None:
             promised = len(contents.tokens) - contents.ahead_from
             reused = common_prefix(contents.tokens, tokens) - contents.ahead_from
-            self.lookahead.record(promised, reused)
+            self.lookahead.of(tenant).record(promised, reused)
 
     def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
         """Record whether the server has emptied the slot of these contents."""

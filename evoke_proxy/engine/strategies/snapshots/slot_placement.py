@@ -189,7 +189,7 @@ class SlotPlacement:
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)
         elif contents is not None:
-            behaviour.note_prompt(contents, turn.prompt)
+            behaviour.note_prompt(turn.request.tenant, contents, turn.prompt)
         turn = replace(
             turn,
             decision=placement.source,
