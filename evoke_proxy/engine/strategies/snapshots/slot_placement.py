@@ -138,7 +138,9 @@ class SlotPlacement:
         try:
             await self._begin(scope, turn, beginning, lock)
             turn, step = await self._reusing(scope, turn, conversation, lease)
-            if lock.is_locked and turn.restored is not None:
+            if turn.restored is None:
+                lock.close()  # others need not wait for what this request decodes
+            elif lock.is_locked:
                 turn, step = await self._prove(scope, turn, step)
                 if not self._may_clear:
                     lock.close()
