@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots.costs import SuccessTracker
+from evoke_proxy.core.snapshots.costs import SuccessTracker, TenantTrackers
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 
 
@@ -106,7 +106,7 @@ class ServerBehaviour:
     # Whether a slot can go back to fewer tokens without a restore.
     rollback: SuccessTracker = field(default_factory=SuccessTracker)
     # Whether the next request begins with the tokens that were decoded ahead of it.
-    lookahead: SuccessTracker = field(default_factory=SuccessTracker)
+    lookahead: TenantTrackers = field(default_factory=TenantTrackers)
     # What the RAM cache keeps of slots that others have displaced.
     ram: RamCache = field(default_factory=RamCache)
     # Every layer keeps every token. A guess until `is_detected`.
@@ -135,12 +135,12 @@ class ServerBehaviour:
         goes_back = self.is_dense or (self.saves_checkpoints and not self.has_windows)
         return self.partial_restore.is_trusted and goes_back
 
-    def note_prompt(self, contents: SlotContents, tokens: Tokens) -> None:
-        """Record whether a prompt begins with the tokens that were decoded ahead of it."""
+    def note_prompt(self, tenant: str, contents: SlotContents, tokens: Tokens) -> None:
+        """Record whether a tenant's prompt begins with the tokens that were decoded ahead of it."""
         if contents.ahead_from is not None:
             promised = len(contents.tokens) - contents.ahead_from
             reused = common_prefix(contents.tokens, tokens) - contents.ahead_from
-            self.lookahead.record(promised, reused)
+            self.lookahead.of(tenant).record(promised, reused)
 
     def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
         """Record whether the server has emptied the slot of these contents."""

@@ -200,8 +200,10 @@ class ServerProbe:
         limits = []
         if not self.behaviour.restore.is_trusted:
             limits.append("given up restoring (it saved no decoding)")
-        if not self.behaviour.lookahead.is_trusted:
-            limits.append("given up decoding ahead (other turns came)")
+        if n_tenants := self.behaviour.lookahead.n_distrusted:
+            limits.append(
+                f"tenants with little decoding ahead, because other turns came: {n_tenants}"
+            )
         if not self._without_tools.boundary:
             limits.append("the template rewrites what users have said")
         if not self._without_tools.ahead:

@@ -40,6 +40,7 @@ from evoke_proxy.engine.strategies.snapshots.shared_beginnings import (
     RestoreLock,
     SharedBeginnings,
 )
+from evoke_proxy.engine.strategies.snapshots.shared_cells import SharedCells
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
@@ -138,7 +139,9 @@ class SlotPlacement:
         try:
             await self._begin(scope, turn, beginning, lock)
             turn, step = await self._reusing(scope, turn, conversation, lease)
-            if lock.is_locked and turn.restored is not None:
+            if turn.restored is None:
+                lock.close()  # others need not wait for what this request decodes
+            elif lock.is_locked:
                 turn, step = await self._prove(scope, turn, step)
                 if not self._may_clear:
                     lock.close()
@@ -190,7 +193,7 @@ class SlotPlacement:
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)
         elif contents is not None:
-            behaviour.note_prompt(contents, turn.prompt)
+            behaviour.note_prompt(turn.request.tenant, contents, turn.prompt)
         turn = replace(
             turn,
             decision=placement.source,
@@ -329,13 +332,20 @@ class SlotPlacement:
         match, slot, api = placement.restore, placement.restore_slot, turn.calls.stock
         if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
-        if self._probe.behaviour.ram.exists and _n_tokens(turn.slots_before, slot) > 0:
+        displaced = [
+            status
+            for status in turn.slots_before or ()
+            if status.n_tokens and (status.id == slot or (self._may_clear and not status.busy))
+        ]
+        if self._probe.behaviour.ram.exists and displaced:
             # llama-server keeps in RAM what another prompt displaces, but not what a restore does.
+            # For the prompt it also empties the idle slots, whose cells the restore may need.
             await api.prefill(turn.prompt[:1], slot)
         # Set before the call: a turn that is cancelled during the call must end the restore.
         scope.turn = replace(turn, restored=match)
         try:
-            restored = await self._transfers.restore(match, slot, api)
+            cells = SharedCells(self._slots, self._conversations, api, slot)
+            restored = await self._transfers.restore(match, slot, api, cells)
         except UpstreamError:
             scope.turn = (
                 turn  # counted as failed: the reply does not show whether the snapshot was used
@@ -532,11 +542,6 @@ def _slot_of_reply(
     new = [item for item in slots if before.get(item.id) != item.task and not item.busy]
     fitting = [item for item in new if abs(item.n_tokens - n_tokens) <= 2]
     return fitting[0] if len(fitting) == 1 else None
-
-
-def _n_tokens(slots: Sequence[SlotStatus] | None, slot: int) -> int:
-    """The tokens of a slot; 0 when the server does not list it."""
-    return next((status.n_tokens for status in slots or () if status.id == slot), 0)
 
 
 def _tasks_of(slots: Sequence[SlotStatus] | None) -> set[tuple[int, int | None]]:

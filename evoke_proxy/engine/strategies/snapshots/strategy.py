@@ -35,6 +35,7 @@ from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
+from evoke_proxy.thread_pools import for_body, run_in
 
 _log = logging.getLogger(__name__)
 # Converters of other dialects to chats, and the paths where llama-server counts their tokens.
@@ -307,7 +308,8 @@ class SnapshotStrategy(CacheStrategy):
         count_path = _COUNT_PATHS.get(chat.dialect)
         calls.stock.check_size(body)
         if count_path is not None:
-            body = await run_off_loop(body, _chat_body, body, chat.dialect)
+            # A body that is parsed in a few milliseconds may take 50 to convert.
+            body = await run_in(for_body(len(body)), _chat_body, body, chat.dialect)
         n_stable = 0
         if self.probe.stability(chat.has_tools).boundary:
             past = await run_off_loop(body, boundary, body)

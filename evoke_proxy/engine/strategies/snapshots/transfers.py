@@ -18,6 +18,7 @@ from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.shared_cells import SharedCells
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 from evoke_proxy.thread_pools import DISK, run_in
@@ -76,16 +77,23 @@ class SnapshotTransfers:
             return match
         return other if match is None or other.shared > match.shared else match
 
-    async def restore(self, match: Match, slot: int, api: StockApi) -> bool:
+    async def restore(
+        self, match: Match, slot: int, api: StockApi, cells: SharedCells | None = None
+    ) -> bool:
         """Verify a snapshot and fill a slot with it; return False when that is not possible.
 
+        `cells` are emptied if the snapshot needs them. A refusal while they are taken does not
+        count against the snapshot.
         The slot is empty when llama-server refuses. Raises UpstreamError when llama-server fails
         otherwise: the snapshot is set aside. After True, `record_reuse` or `end_without_result`
         must be called.
         """
-        return await self._run_to_end(self._restore(match, slot, api), "restoring a slot")
+        work = self._restore(match, slot, api, cells)
+        return await self._run_to_end(work, "restoring a slot")
 
-    async def _restore(self, match: Match, slot: int, api: StockApi) -> bool:
+    async def _restore(
+        self, match: Match, slot: int, api: StockApi, cells: SharedCells | None
+    ) -> bool:
         snapshot, began = match.snapshot, time.monotonic()
         is_unverified = await self._repository.may_restore_unverified(snapshot)
         try:
@@ -102,16 +110,23 @@ class SnapshotTransfers:
             return False
         try:
             async with self._repository.decrypted_file(snapshot) as name:
-                copied = await (
-                    self._restore_and_verify(snapshot, name, slot, api)
-                    if is_unverified
-                    else api.restore(slot, name)
-                )
+                fill = self._restore_and_verify if is_unverified else _fill
+                try:
+                    copied = await fill(snapshot, name, slot, api)
+                except UpstreamRejected:
+                    if cells is None or not await cells.free(snapshot.n_tokens):
+                        raise
+                    copied = await fill(snapshot, name, slot, api)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
         except UpstreamRejected as error:
-            self._give_up(snapshot, "refused", str(error))
+            if cells is not None and cells.are_taken:
+                self._repository.end_restore(snapshot, useful=False)
+                self._metrics.restores.labels(result="crowded").inc()
+                _log.info("a snapshot was not restored: other requests have the cells for it")
+            else:
+                self._give_up(snapshot, "refused", str(error))
             return False
         except UpstreamError:
             self._repository.set_aside(snapshot, "upstream_died")
@@ -309,6 +324,11 @@ class SnapshotTransfers:
         self._probe.behaviour.restore.record(snapshot.n_tokens, 0)
         self._metrics.restores.labels(result=result).inc()
         _log.warning("a snapshot was not restored: %s", reason)
+
+
+async def _fill(_: Snapshot, name: str, slot: int, api: StockApi) -> SlotCopy:
+    """Fill a slot from a file that was verified."""
+    return await api.restore(slot, name)
 
 
 async def _resolve(future: asyncio.Future[_T], work: Coroutine[Any, Any, _T]) -> None:

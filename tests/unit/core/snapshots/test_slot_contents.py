@@ -106,12 +106,22 @@ def test_an_emptied_slot_shows_that_there_is_a_ram_cache() -> None:
 def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:
     behaviour = ServerBehaviour()
     ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=90)
-    behaviour.note_prompt(ahead, tokens(*range(100), 7))
-    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 0)
-    behaviour.note_prompt(ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
-    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 1)
-    behaviour.note_prompt(LEFT, LONGER)
-    assert behaviour.lookahead.wasted == 1
+    tracker = behaviour.lookahead.of("a")
+    behaviour.note_prompt("a", ahead, tokens(*range(100), 7))
+    assert (tracker.useful, tracker.wasted) == (1, 0)
+    behaviour.note_prompt("a", ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
+    assert (tracker.useful, tracker.wasted) == (1, 1)
+    behaviour.note_prompt("a", LEFT, LONGER)
+    assert tracker.wasted == 1
+
+
+def test_edited_answers_of_one_tenant_end_lookahead_for_no_other() -> None:
+    behaviour = ServerBehaviour()
+    ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=50)
+    for _ in range(3):
+        behaviour.note_prompt("a", ahead, tokens(*range(51), 7))
+    assert not behaviour.lookahead.of("a").is_trusted and behaviour.lookahead.n_distrusted == 1
+    assert behaviour.lookahead.of("b").may_try()
 
 
 def test_the_contents_that_share_most_with_a_prompt_count() -> None:
