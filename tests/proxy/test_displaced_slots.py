@@ -16,7 +16,7 @@ from stock_deployment import Chat, Deployment, decoded, long_chat, template
 
 NO_RAM = ("--cache-ram", "0")
 QWEN = tuple(template("Qwen3.5-4B"))
-SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 2.0}
+SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 0.5}
 # Tokens that a turn may decode: its message, the latest answer, and what is tested at the start.
 TURN = 160
 
@@ -132,6 +132,33 @@ def test_when_the_proxy_stops_the_latest_answer_is_saved(tmp_path: Path) -> None
         before = decoded(running.port)
         chat.ask(running.port, "Go on.")
         assert decoded(running.port) - before <= TURN
+
+
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_a_shared_beginning_in_the_slot_does_not_keep_the_ram_cache_from_loading(
+    slots: str, tmp_path: Path
+) -> None:
+    """llama-server loads nothing into a slot of which the prompt has at least half."""
+    options = ("-np", slots, "-no-kvu", "-c", str(8192 * int(slots)))
+    deployment = Deployment(tmp_path, "", options)
+    with deployment.server_and_proxy(**SELDOM) as running:
+        system = {"role": "system", "content": " ".join(f"w{number}" for number in range(400))}
+        long = [
+            Chat([system, *long_chat(900, start).messages], {"evoke_session": f"long {start}"})
+            for start in range(int(slots))
+        ]
+        short = [
+            Chat([system, *long_chat(100, start).messages], {"evoke_session": f"short {start}"})
+            for start in range(7, 7 + int(slots))
+        ]
+        counts = []
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in (*long, *short):
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            counts.append(decoded(running.port) - before)
+        assert max(counts[1:]) <= 2 * len(long) * TURN
 
 
 def test_a_shared_system_prompt_is_not_taken_for_contents_of_the_ram_cache(tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ class SlotPlacement:
                     restored=placement.restore,
                     depth=None,
                 )
+        if turn.depth is not None and behaviour.ram.exists:
+            await self._let_ram_load(turn, situation)
         turn = replace(
             turn,
             min_prefix=live.min_prefix if live is not None else 0,
@@ -236,6 +238,22 @@ class SlotPlacement:
         )
         scope.turn = turn
         return turn, _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+
+    async def _let_ram_load(self, turn: SnapshotTurn, situation: Situation) -> None:
+        """Move what keeps llama-server from loading the contents of a conversation to its RAM.
+
+        It loads nothing into a slot of which the prompt has at least half (`get_available_slot` in
+        tools/server/server-context.cpp), even if the RAM cache has more of the prompt. A token with
+        which no prompt begins displaces such a slot, and llama-server keeps a copy.
+        """
+        for contents in list(self._all_contents()):
+            if contents.slot != situation.leased and not situation.server_chooses:
+                continue
+            n_shared = common_prefix(contents.tokens, turn.prompt)
+            is_in_the_way = len(contents.tokens) <= 2 * n_shared < 2 * turn.displaced_tokens
+            if is_in_the_way and _is_idle(contents, situation.slots):
+                others = turn.prompt[turn.prompt != turn.prompt[0]]
+                await turn.calls.stock.prefill(others[:1], contents.slot)
 
     def _depth(self, contents: SlotContents | None) -> int:
         """Return the depth that contents have in the RAM cache if they have left their slot."""
@@ -542,6 +560,12 @@ def _slot_of_reply(
     new = [item for item in slots if before.get(item.id) != item.task and not item.busy]
     fitting = [item for item in new if abs(item.n_tokens - n_tokens) <= 2]
     return fitting[0] if len(fitting) == 1 else None
+
+
+def _is_idle(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:
+    """Whether contents are still in their slot, and no request runs in it."""
+    idle = [status for status in slots or () if not status.busy]
+    return contents.is_unchanged(idle)
 
 
 def _tasks_of(slots: Sequence[SlotStatus] | None) -> set[tuple[int, int | None]]:
