@@ -250,8 +250,8 @@ class SlotPlacement:
             if contents.slot != situation.leased and not situation.server_chooses:
                 continue
             n_shared = common_prefix(contents.tokens, turn.prompt)
-            is_in_the_way = len(contents.tokens) <= 2 * n_shared < 2 * turn.displaced_tokens
-            if is_in_the_way and _is_idle(contents, situation.slots):
+            is_obstacle = len(contents.tokens) <= 2 * n_shared < 2 * turn.displaced_tokens
+            if is_obstacle and _is_idle(contents, situation.slots):
                 others = turn.prompt[turn.prompt != turn.prompt[0]]
                 await turn.calls.stock.prefill(others[:1], contents.slot)
 
