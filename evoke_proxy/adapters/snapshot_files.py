@@ -232,6 +232,11 @@ class SnapshotFiles:
         with open_regular(self.directory / part) as file:
             return _caches(file)
 
+    def has_checkpoints(self, part: str) -> bool:
+        """Return whether the server that wrote a part file saves context checkpoints in files."""
+        with open_regular(self.directory / part) as file:
+            return state_file.has_checkpoints(*_read_by(file))
+
     def first_cache(self, part: str) -> state_file.Cache | None:
         """Return the first KV cache in a part file; None when it cannot be determined."""
         with open_regular(self.directory / part) as file:

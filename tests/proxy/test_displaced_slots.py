@@ -6,13 +6,17 @@ the conversations. The tests count all tokens that llama-server decodes.
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pytest
-from stock_deployment import Chat, Deployment, decoded, long_chat
+from harness import TIMEOUT_S, ask
+from stock_deployment import Chat, Deployment, decoded, long_chat, template
 
 NO_RAM = ("--cache-ram", "0")
-SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 2.0}
+QWEN = tuple(template("Qwen3.5-4B"))
+SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 0.5}
 # Tokens that a turn may decode: its message, the latest answer, and what is tested at the start.
 TURN = 160
 
@@ -42,6 +46,29 @@ def test_conversations_that_displace_each_other_decode_only_new_text(
         assert running.metric("evoke_degraded_total", stage="displace") == 0
 
 
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("hybrid-8", ()), ("hybrid-8", QWEN), ("tiny-gemma", ())],
+    ids=["hybrid", "hybrid, thoughts are removed", "windows"],
+)
+def test_slots_of_other_memories_are_saved_with_their_answer(
+    shape: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Nothing is decoded ahead: the slot ends with the answer when the next request arrives."""
+    deployment = Deployment(tmp_path, shape, (*NO_RAM, "-np", "1", *options))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            if turn > 1:
+                assert decoded(running.port) - before <= len(chats) * TURN
+        assert running.metric("evoke_degraded_total", stage="displace") == 0
+        assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0
+
+
 def test_nothing_is_saved_for_a_request_while_the_ram_cache_keeps_the_slots(tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, "", ("-np", "1"))
     with deployment.server_and_proxy(**SELDOM) as running:
@@ -69,6 +96,69 @@ def test_a_side_request_does_not_cost_a_conversation_its_rows(tmp_path: Path) ->
         before = decoded(running.port)
         chat.ask(running.port, "Go on.")
         assert decoded(running.port) - before <= TURN
+
+
+def test_a_raw_prompt_does_not_cost_a_conversation_its_rows(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    with deployment.server_and_proxy(**SELDOM) as running:
+        chat = long_chat(400)
+        for text in ("Begin.", " ".join(f"w{number}" for number in range(300))):
+            chat.ask(running.port, text)
+            chat.add_reply()
+        prompt = " ".join(f"r{number}" for number in range(300))
+        body = json.dumps({"prompt": prompt, "n_predict": 4}).encode()
+        answer = ask(
+            running.port, "POST", "/completion", body, {"Content-Type": "application/json"}
+        )
+        assert answer.status == 200, answer.body
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN
+        assert running.metric("evoke_degraded_total", stage="displace") == 0
+
+
+def test_when_the_proxy_stops_the_latest_answer_is_saved(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    chat = long_chat(400)
+    with deployment.server_and_proxy(**SELDOM) as running:
+        for text in ("Begin.", " ".join(f"w{number}" for number in range(300))):
+            chat.ask(running.port, text)
+            chat.add_reply()
+        running.wait_until_idle()
+        stop = running.gateway.save_all()
+        asyncio.run_coroutine_threadsafe(stop, running.loop).result(TIMEOUT_S)
+        running.wait_for_background()
+    with deployment.server_and_proxy(**SELDOM) as running:
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN
+
+
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_a_shared_beginning_in_the_slot_does_not_keep_the_ram_cache_from_loading(
+    slots: str, tmp_path: Path
+) -> None:
+    """llama-server loads nothing into a slot of which the prompt has at least half."""
+    options = ("-np", slots, "-no-kvu", "-c", str(8192 * int(slots)))
+    deployment = Deployment(tmp_path, "", options)
+    with deployment.server_and_proxy(**SELDOM) as running:
+        system = {"role": "system", "content": " ".join(f"w{number}" for number in range(400))}
+        long = [
+            Chat([system, *long_chat(900, start).messages], {"evoke_session": f"long {start}"})
+            for start in range(int(slots))
+        ]
+        short = [
+            Chat([system, *long_chat(100, start).messages], {"evoke_session": f"short {start}"})
+            for start in range(7, 7 + int(slots))
+        ]
+        counts = []
+        for turn in range(4):
+            before = decoded(running.port)
+            for chat in (*long, *short):
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.add_reply()
+            counts.append(decoded(running.port) - before)
+        assert max(counts[1:]) <= 2 * len(long) * TURN
 
 
 def test_a_shared_system_prompt_is_not_taken_for_contents_of_the_ram_cache(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -123,6 +124,38 @@ def test_a_state_belongs_to_its_tenant(tmp_path: Path) -> None:
             n_decoded = decoded(port) - before
             before += n_decoded
             assert (n_decoded > N_PREFIX) == is_new
+
+
+def test_a_first_request_that_restores_nothing_keeps_no_other_one_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only their template is that of the saved conversation. The first one decodes for long."""
+    prefill, is_answered, n_long = StockApi.prefill, threading.Event(), 1000
+    ended_after_answer = list[bool]()
+
+    async def slow_prefill(
+        api: StockApi, tokens: Tokens, slot: int | None, epoch: int | None = None
+    ) -> PrefillResult:
+        if len(tokens) > n_long:
+            ended_after_answer.append(await asyncio.to_thread(is_answered.wait, 10))
+        return await prefill(api, tokens, slot, epoch)
+
+    def body(word: str, n_words: int) -> bytes:
+        message = {"role": "user", "content": word + " cat" * n_words}
+        return json.dumps({"messages": [message], "max_tokens": 1, "evoke_session": word}).encode()
+
+    deployment = Deployment(tmp_path, "tiny-dense", SEPARATE)
+    with deployment.server() as port, deployment.proxy(port, look_ahead=False) as running:
+        ask_agent(running.port, body("one", 300))
+        running.wait_for_background()
+        monkeypatch.setattr(StockApi, "prefill", slow_prefill)
+        with ThreadPoolExecutor(1) as pool:
+            long = pool.submit(ask_agent, running.port, body("two", 1500))
+            until(lambda: running.gateway.server.slots.pool.n_busy == 1, "the long one has a slot")
+            ask_agent(running.port, body("three", 300))
+            is_answered.set()
+            assert long.result()["choices"]
+        assert ended_after_answer and all(ended_after_answer)
 
 
 def test_agents_continue_when_the_one_that_decodes_for_them_leaves(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from adapters import write_adapter
 from harness import RunningProxy, ask
 from stock_deployment import Deployment
 from tenant_keys import KEYS, TENANTS, proxy_with_keys
@@ -98,3 +99,46 @@ def test_tenants_with_encrypted_snapshots_do_not_mix(tmp_path: Path) -> None:
         paths = list(folder.glob("*.evoke-*"))
         assert paths and not any(path.read_bytes().startswith(b"qsgg") for path in paths)
         assert running.metric("evoke_snapshot_restores_total", result="useful") > 0
+
+
+def _decoded_again(port: int, name: str, **fields: object) -> int:
+    """Complete a prompt as a tenant; returns how many of its tokens were decoded."""
+    body = {"n_predict": 1, "temperature": 0, **fields}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEYS[name]}"}
+    answer = ask(port, "POST", "/completion", json.dumps(body).encode(), headers)
+    assert answer.status == 200, answer.body
+    n_decoded: int = json.loads(answer.body)["timings"]["prompt_n"]
+    return n_decoded
+
+
+def test_no_tenant_leaves_rows_of_another_position_to_prompts_that_begin_alike(
+    tmp_path: Path,
+) -> None:
+    """A stock server would move them there for `n_cache_reuse`, and give them to every tenant."""
+    with (
+        Deployment(tmp_path).server() as port,
+        proxy_with_keys(port, tmp_path, snapshots__directory=str(tmp_path)) as running,
+    ):
+        common = list(range(300, 500))
+        _decoded_again(running.port, "alice", prompt=[1, *range(600, 700), *common])
+        moved = _decoded_again(running.port, "alice", prompt=[1, *common], n_cache_reuse=1)
+        assert moved >= len(common)
+
+
+def test_no_tenant_computes_with_adapters_where_others_would_get_the_rows(tmp_path: Path) -> None:
+    """A stock server answers a request without `lora` from rows that have those adapters."""
+    adapter, chat = tmp_path / "adapter.gguf", "/v1/chat/completions"
+    write_adapter(adapter, seed=1)
+    options = ("--lora", str(adapter), "--lora-init-without-apply")
+    question = {"messages": [{"role": "user", "content": "one two three " * 20}], "max_tokens": 1}
+    with (
+        Deployment(tmp_path, "tiny-dense", options).server() as port,
+        proxy_with_keys(port, tmp_path) as running,
+    ):
+        for lora, status in (([{"id": 0, "scale": 3.0}], 400), ([], 200)):
+            headers = {"Content-Type": "application/json", "X-Api-Key": KEYS["alice"]}
+            body = json.dumps({**question, "lora": lora}).encode()
+            answer = ask(running.port, "POST", chat, body, headers)
+            assert answer.status == status, answer.body
+            if status == 400:
+                assert json.loads(answer.body)["error"]["code"] == "lora_not_accepted"

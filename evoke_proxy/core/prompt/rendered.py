@@ -17,6 +17,7 @@ from evoke_proxy.core.prompt.append_only import AppendOnlyArray, same_memory
 from evoke_proxy.errors import PromptTooLong, UpstreamProtocolError
 
 Tokens = npt.NDArray[np.int32]
+NO_TOKENS: Tokens = np.zeros(0, np.int32)
 
 # Number of tokens compared in the first step, and in each later step.
 _FIRST_STEP, _STEP = 512, 1 << 16

@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evoke_proxy.core.reply.event_stream import EventReader
+from evoke_proxy.core.request.json_parsing import count_byte
 
 # Longer answers are not read, because decoding the next turn ahead would take too long.
 _MAX_BYTES = 4 * 1024 * 1024
+# A document with more objects and lists is not read: those of the probabilities of some hundred
+# tokens, whose parsing no other thread could interrupt.
+_MAX_BRACKETS = 8192
 
 
 class AnswerReader:
@@ -57,6 +61,8 @@ class AnswerReader:
 
 def _part(text: bytes) -> Mapping[str, Any] | None:
     """Return the part of an answer in one JSON document or event; None when it has none."""
+    if count_byte(text, b"{") + count_byte(text, b"[") > _MAX_BRACKETS:
+        return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

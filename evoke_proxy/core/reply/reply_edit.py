@@ -13,13 +13,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from evoke_proxy.core.reply.event_stream import DATA_FIELD, Line, LineReader
-from evoke_proxy.core.reply.observer import MAX_PARSED_BYTES, KeyIndex
+from evoke_proxy.core.reply.observer import KeyIndex
 from evoke_proxy.core.request.json_edit import edit_nested
 from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.errors import RequestError
 
 # The paths of the usage: in most documents, and in the event `response.completed`.
 _USAGE_PATHS = (("usage",), ("response", "usage"))
+# Longer documents are not parsed, because one of many small values, such as the probabilities of
+# tokens, would keep the event loop busy for more than a few milliseconds.
+_MAX_PARSED_BYTES = 64 * 1024
 # Longer lines are not edited.
 _MAX_LINE_BYTES = 32 * 1024 * 1024
 # Agents recognise these words and shorten their history, so the message keeps them.
@@ -41,7 +44,7 @@ def with_accounting(document: bytes, extra: Mapping[str, Any]) -> bytes:
     """
     if b'"usage"' not in document or b'"evoke"' not in document:
         return document
-    if len(document) > MAX_PARSED_BYTES:
+    if len(document) > _MAX_PARSED_BYTES:
         return with_accounting_in_tail(document, extra)
     try:
         value = json.loads(document)

@@ -94,6 +94,7 @@ class ChatRequest:
         keys: top-level keys of the body, without the proxy's own fields.
         transcript: turns of the last message, when its text is a whole conversation.
         template_fields: fields of the body that chat templates read beside messages and tools.
+        has_adapters: whether the request names LoRA adapters to compute it with.
     """
 
     dialect: str
@@ -110,6 +111,7 @@ class ChatRequest:
     keys: frozenset[str] = frozenset()
     transcript: tuple[TranscriptTurn, ...] = ()
     template_fields: Mapping[str, Any] = field(default_factory=dict)
+    has_adapters: bool = False
 
     @property
     def turns(self) -> Sequence[Message]:
@@ -214,6 +216,7 @@ def parse_chat(
         keys=frozenset(body) - OWN_FIELDS,
         transcript=_transcript(parsed_messages),
         template_fields={key: body[key] for key in _TEMPLATE_FIELDS if key in body},
+        has_adapters=bool(body.get("lora")),
     )
 
 

@@ -45,8 +45,11 @@ _DATED = re.compile(
 )
 # Characters before and behind an estimated position that are searched for a changed line.
 _MARGIN_CHARS = 24
-# Characters of a line, before and behind it, that are searched at most.
+# Characters of a line, before and behind it, that are searched at most: a search holds the
+# interpreter's lock until its end.
 _MAX_LINE_CHARS = 2048
+# Characters that are compared in one step.
+_STEP_CHARS = 4096
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -214,17 +217,27 @@ def _text(message: Any) -> str:
 
 def _differing(old: str, new: str) -> tuple[int, int]:
     """Return the start and the end of the characters that differ in the new text."""
-    start = len(commonprefix([old, new]))
+    start = _n_shared(old, new)
     most = min(len(old), len(new)) - start
-    same_end = len(commonprefix([old[::-1][:most], new[::-1][:most]]))
+    same_end = _n_shared(old[::-1][:most], new[::-1][:most])
     return start, len(new) - same_end
 
 
+def _n_shared(one: str, other: str) -> int:
+    """Return how many first characters two texts share."""
+    at, most = 0, min(len(one), len(other))
+    while at < most and one[at : at + _STEP_CHARS] == other[at : at + _STEP_CHARS]:
+        at += _STEP_CHARS
+    differing = [one[at : at + _STEP_CHARS], other[at : at + _STEP_CHARS]]
+    return min(most, at + len(commonprefix(differing)))
+
+
 def _line(text: str, start: int, end: int) -> str:
-    """Return the lines that contain a range of characters."""
-    first = text.rfind("\n", 0, start) + 1
-    last = text.find("\n", max(end, start))
-    return text[first : last if last >= 0 else len(text)]
+    """Return the lines that contain a range of characters, without what is far from its start."""
+    near = text[: start + _MAX_LINE_CHARS]
+    first = near.rfind("\n", 0, start) + 1
+    last = near.find("\n", max(end, start))
+    return near[max(first, start - _MAX_LINE_CHARS) : last if last >= 0 else len(near)]
 
 
 def _json_text(value: Any, sort_keys: bool = False, ensure_ascii: bool = True) -> str:

@@ -13,6 +13,10 @@ _OVERHEAD_S = 0.02
 # Shares of `min_gain` that a save must gain, because the number of its restores is unknown. The
 # second applies to a save that a request waits for.
 _SAVE_SHARE, _WAITED_SHARE = 0.05, 0.5
+# A method that is not trusted any more is tried again once in so many times.
+_RETRIED_ONCE_IN = 16
+# The tenants with trackers of their own; the one that used its tracker least recently is forgotten.
+_MAX_TENANTS = 1024
 # A shorter prefill measures overheads, not speed.
 _MIN_MEASURED_TOKENS = 64
 
@@ -111,6 +115,8 @@ class SuccessTracker:
     # Number of uses that provided at least half of the predicted tokens, and of the others.
     useful: int = 0
     wasted: int = 0
+    # Number of uses that `may_try` was asked for while the method was not trusted.
+    n_asked: int = 0
 
     def record(self, predicted: int, actual: int) -> bool:
         """Record the predicted and the actual number of tokens that need no decoding.
@@ -126,3 +132,33 @@ class SuccessTracker:
     def is_trusted(self) -> bool:
         """False after at least three failures that outnumber the successes."""
         return self.wasted < 3 or self.useful >= self.wasted
+
+    def may_try(self) -> bool:
+        """Return whether to use the method now: while it is trusted, later once in a while."""
+        if self.is_trusted:
+            return True
+        self.n_asked += 1
+        return self.n_asked % _RETRIED_ONCE_IN == 0
+
+
+@dataclass(slots=True)
+class TenantTrackers:
+    """Counts successes and failures of one method by tenant.
+
+    What the clients of one tenant send does not decide for those of another.
+    """
+
+    _trackers: dict[str, SuccessTracker] = field(default_factory=dict)
+
+    def of(self, tenant: str) -> SuccessTracker:
+        """Return the tracker of a tenant."""
+        tracker = self._trackers.pop(tenant, None) or SuccessTracker()
+        self._trackers[tenant] = tracker
+        if len(self._trackers) > _MAX_TENANTS:
+            del self._trackers[next(iter(self._trackers))]
+        return tracker
+
+    @property
+    def n_distrusted(self) -> int:
+        """The number of tenants for which the method is not trusted."""
+        return sum(not tracker.is_trusted for tracker in self._trackers.values())

@@ -14,7 +14,8 @@ from itertools import pairwise
 # Only so many of the latest observations count.
 _N_OBSERVED = 32
 # After so many contents that were not looked for, a loss is forgotten: a cache whose size was
-# underestimated is tried again. Each loss doubles the number, up to the second one.
+# underestimated is tried again. Each loss doubles the number, up to the second one; what is found,
+# mostly at small depths, does not lower it, because a failed try costs a whole conversation.
 _RETRY_AFTER, _MAX_RETRY_AFTER = 8, 1024
 
 
@@ -87,7 +88,8 @@ class RamCache:
         """Record whether contents at this depth were found."""
         self.exists |= found
         self._observed.append((depth, found))
-        self._retry_after = _RETRY_AFTER if found else min(2 * self._retry_after, _MAX_RETRY_AFTER)
+        if not found:
+            self._retry_after = min(2 * self._retry_after, _MAX_RETRY_AFTER)
         self._returned.append(found)
 
     def note_reuse(self, depth: int, reuse: Reuse) -> None:

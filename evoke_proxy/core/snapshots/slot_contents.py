@@ -6,8 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
-from evoke_proxy.core.snapshots.costs import SuccessTracker
+from evoke_proxy.core.snapshots.costs import SuccessTracker, TenantTrackers
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 
 
@@ -57,12 +59,18 @@ class SlotContents:
     was_cut_off: bool = False
     # Index of the first token that was decoded ahead of the client's next request.
     ahead_from: int | None = None
+    # Index of the first token of the answer, if the slot was saved with it for the next request.
+    answer_from: int | None = None
     # The slot cannot go back to fewer tokens, because restored windows contain only later ones.
     min_prefix: int = 0
 
     def can_continue(self, tokens: Tokens) -> bool:
         """Return whether the slot can go back to where a prompt diverges from it."""
         return common_prefix(self.tokens, tokens) >= self.min_prefix
+
+    def has_saved(self, tokens: Tokens) -> bool:
+        """Return whether these are its tokens, and it was saved with the answer among them."""
+        return self.answer_from is not None and np.array_equal(self.tokens, tokens)
 
     def is_unchanged(self, slots: Sequence[SlotStatus] | None) -> bool:
         """Return whether the slot looks as it was left; True when the server shows no slots."""
@@ -98,14 +106,16 @@ class ServerBehaviour:
     # Whether a slot can go back to fewer tokens without a restore.
     rollback: SuccessTracker = field(default_factory=SuccessTracker)
     # Whether the next request begins with the tokens that were decoded ahead of it.
-    lookahead: SuccessTracker = field(default_factory=SuccessTracker)
+    lookahead: TenantTrackers = field(default_factory=TenantTrackers)
     # What the RAM cache keeps of slots that others have displaced.
     ram: RamCache = field(default_factory=RamCache)
     # Every layer keeps every token. A guess until `is_detected`.
     is_dense: bool = True
     # Some layers keep a window of the latest tokens. A guess until `is_detected`.
     has_windows: bool = False
-    # `is_dense` and `has_windows` were read from a file that the server wrote.
+    # Slot files contain the context checkpoints, to which a memory that is not dense can go back.
+    saves_checkpoints: bool = False
+    # The three were read from a file that the server wrote.
     is_detected: bool = False
     # A snapshot of at most this many tokens is useless, because it lies within the windows.
     window_tokens: int = 0
@@ -115,12 +125,22 @@ class ServerBehaviour:
         """Whether to restore a snapshot that the prompt continues only in part."""
         return self.partial_restore.is_trusted and self.is_dense
 
-    def note_prompt(self, contents: SlotContents, tokens: Tokens) -> None:
-        """Record whether a prompt begins with the tokens that were decoded ahead of it."""
+    @property
+    def can_drop_answers(self) -> bool:
+        """Whether a restored slot can go back to where its latest answer begins.
+
+        A memory that is not dense goes back to the context checkpoint there, unless it has windows:
+        restored ones contain only later rows.
+        """
+        goes_back = self.is_dense or (self.saves_checkpoints and not self.has_windows)
+        return self.partial_restore.is_trusted and goes_back
+
+    def note_prompt(self, tenant: str, contents: SlotContents, tokens: Tokens) -> None:
+        """Record whether a tenant's prompt begins with the tokens that were decoded ahead of it."""
         if contents.ahead_from is not None:
             promised = len(contents.tokens) - contents.ahead_from
             reused = common_prefix(contents.tokens, tokens) - contents.ahead_from
-            self.lookahead.record(promised, reused)
+            self.lookahead.of(tenant).record(promised, reused)
 
     def note_slots(self, contents: SlotContents | None, slots: Sequence[SlotStatus] | None) -> None:
         """Record whether the server has emptied the slot of these contents."""

@@ -8,16 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from evoke_proxy.config import AUTO, SnapshotsConfig
-from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
+from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 
 _MIB = 1024 * 1024
 # Of the disk, where no size is set: a share of what is free or has snapshots, and the most.
 _DISK_SHARE, _MAX_AUTO_BYTES = 0.5, 256 * 1024 * _MIB
-_NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +269,7 @@ def has_room(
         prefill_s=0.0,
         created=now,
         used=now,
-        tokens=_NO_TOKENS,
+        tokens=NO_TOKENS,
     )
     deleted = surplus([*snapshots, new], bounds, free_bytes - n_bytes, now)
     return all(item is not new for item, _ in deleted)

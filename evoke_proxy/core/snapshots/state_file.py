@@ -111,6 +111,14 @@ def caches(read: Read, size: int) -> tuple[Cache, ...]:
     )
 
 
+def has_checkpoints(read: Read, size: int) -> bool:
+    """Return whether llama-server appends context checkpoints to files of this version."""
+    try:
+        return _begin(_Cursor(read, size)) >= _ROTATIONS_SINCE
+    except ValueError:
+        return False
+
+
 def frame(read: Read, size: int) -> list[tuple[int, int]]:
     """Return the offsets [start, end) of all bytes of a file that are not rows, in order.
 

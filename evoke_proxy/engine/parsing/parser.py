@@ -10,6 +10,8 @@ from evoke_proxy.adapters.clock import uptime_s
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, NormaliseConfig
 from evoke_proxy.core.request.chat import parse_chat, strip_own_fields
+from evoke_proxy.core.request.json_edit import edit_top_level
+from evoke_proxy.core.request.json_parsing import count_byte
 from evoke_proxy.core.request.large_json import HUGE_BYTES
 from evoke_proxy.core.request.normalise import (
     BILLING,
@@ -25,9 +27,19 @@ from evoke_proxy.core.request.normalise import (
 )
 from evoke_proxy.core.session.identity import hint_of
 from evoke_proxy.engine.parsing.body_cache import BodyCache, ReadBody
-from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import LARGE_BYTES, parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat, ParsedRequest, tenant_of
 from evoke_proxy.errors import RequestError
+from evoke_proxy.thread_pools import for_body, run_in
+
+# Lets an unpatched llama-server move rows of the slot, whoever has sent their text, to other
+# positions of a prompt. It keeps them as rows of that prompt for every request that begins alike.
+_REUSE_OF_ROWS = "n_cache_reuse"
+# A body may have fields that are removed if it has one of these; an escape may stand for a letter.
+_SIGNS_OF_FIELDS = (b"evoke", _REUSE_OF_ROWS.encode(), b"\\u00")
+# To find the fields to remove, each member of the body and of its messages is read: more of them,
+# each with a colon, take over 10 ms.
+_MANY_COLONS = 512
 
 
 class Normalizer:
@@ -92,9 +104,12 @@ class RequestParser:
         """Read a request, and take the proxy's own fields out of its body.
 
         Raises RequestError for wrong fields of the proxy. Where clients have keys, also when the
-        body cannot be read: llama-server might read the proxy's fields from it. A large body is
-        read in a thread.
+        body cannot be read: llama-server might read the proxy's fields from it; `n_cache_reuse` is
+        removed there, because rows of one tenant would become those of a prompt of another. A large
+        body is read in a thread.
         """
+        if _has_long_edit(incoming.body):
+            return await run_in(for_body(len(incoming.body)), self._parse, incoming)
         return await run_off_loop(incoming.body, self._parse, incoming)
 
     def _parse(self, incoming: IncomingRequest) -> ParsedRequest:
@@ -116,12 +131,15 @@ class RequestParser:
         fields = read.parsed
         hint = hint_of(incoming.headers, fields)
         chat = parse_chat(incoming.dialect, fields, read.n_shared)
+        forwarded = strip_own_fields(read.body) if chat.options.is_set else read.body
+        if self._config.security.keys_file and _REUSE_OF_ROWS in chat.keys:
+            forwarded = edit_top_level(forwarded, {}, (_REUSE_OF_ROWS,))
         id_slot = fields.get("id_slot")
         is_slot = isinstance(id_slot, int) and not isinstance(id_slot, bool)
         return ParsedChat(
             incoming=incoming,
             tenant=tenant,
-            body=strip_own_fields(read.body) if chat.options.is_set else read.body,
+            body=forwarded,
             chat=chat,
             model=str(fields.get("model")),
             hint=hint,
@@ -130,3 +148,11 @@ class RequestParser:
             cached_body=self._bodies.keep(read, tenant) if chat.plain else None,
             previous=read.before.rendered if read.before is not None else None,
         )
+
+
+def _has_long_edit(body: bytes) -> bool:
+    """Whether removing fields may take too long for the event loop; False for a large body."""
+    if len(body) > LARGE_BYTES:  # run_off_loop decides, and searching it takes long, too
+        return False
+    is_edited = any(sign in body for sign in _SIGNS_OF_FIELDS)
+    return is_edited and count_byte(body, b":") > _MANY_COLONS

@@ -8,10 +8,12 @@ from typing import Any
 
 from evoke_proxy.config import PolicyConfig
 from evoke_proxy.core.policy.attention import Capture
+from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.codec import SessionRecord
 from evoke_proxy.core.session.drift import Drift
+from evoke_proxy.core.snapshots.costs import SuccessTracker
 from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
 
 # Blocks whose vectors wait to be written to disk.
@@ -246,6 +248,8 @@ class SnapshotState:
     sent: SentRequest | None = None
     # How many requests were sent.
     n_sent: int = 0
+    # Whether the next prompt continues an answer as it was decoded.
+    answers: SuccessTracker = field(default_factory=SuccessTracker)
     # The branch of snapshots that the conversation continues; empty for a separate branch.
     branch: str = ""
     # `Drift.summary` of the latest request; None when it continues the previous one.
@@ -259,6 +263,12 @@ class SnapshotState:
         """Record what the conversation has in a slot; None for nothing, or nothing certain."""
         self.contents = contents
 
+    def answer_saved(self, tokens: Tokens) -> None:
+        """Record that the contents were saved; `tokens` are theirs and those of the answer."""
+        if self.contents is not None:
+            begin = len(self.contents.tokens)
+            self.contents = replace(self.contents, tokens=tokens, exact=True, answer_from=begin)
+
     def branch_continued(self, branch: str) -> None:
         """Record that a snapshot of a branch was restored."""
         self.branch = branch
@@ -266,6 +276,12 @@ class SnapshotState:
     def request_sent(self, sent: SentRequest) -> None:
         """Record the request that is about to be sent."""
         self.sent, self.n_sent = sent, self.n_sent + 1
+
+    def prompted(self, tokens: Tokens) -> None:
+        """Record whether a prompt continues the answer that was saved before it."""
+        if self.contents is not None and self.contents.answer_from is not None:
+            n_shared = common_prefix(self.contents.tokens, tokens)
+            self.answers.record(1, int(n_shared == len(self.contents.tokens)))
 
     def drifted(self, drift: Mapping[str, Any]) -> None:
         """Record why the latest request does not continue the one before it."""

@@ -22,7 +22,7 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, Strategies
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.server.turn_history import publish_start
-from evoke_proxy.errors import UpstreamError
+from evoke_proxy.errors import RequestError, UpstreamError
 
 
 class Server:
@@ -95,6 +95,7 @@ class Server:
         calls = self.resources.calls.as_caller(request.headers)
         await self.monitor.ensure_current(calls.client)
         selected = self.strategy  # another instance may answer before the turn ends
+        self._check_adapters(request, selected)
         strategy: CacheStrategy = self.strategies.passthrough
         scope = TurnScope(request, trace, self.slots, self.resources.metrics, calls)
         reply = ReplyReader(trace)
@@ -132,6 +133,21 @@ class Server:
             if trace.facts:
                 trace.after_s = _now() - ended
                 trace.facts = facts_of(scope.turn, outcome, trace)
+
+    def _check_adapters(self, request: ParsedRequest, strategy: CacheStrategy) -> None:
+        """Refuse adapters of one tenant where llama-server would use their rows for all others.
+
+        An unpatched llama-server takes the rows of a slot, and of its RAM cache, for those of a
+        request without `lora`, whatever adapters they were computed with.
+        """
+        if strategy.has_rows_by_adapters or not self.monitor.config.security.keys_file:
+            return
+        if isinstance(request, ParsedChat) and request.chat.has_adapters:
+            raise RequestError(
+                "lora is not accepted: this llama-server is not patched, and would use what is"
+                " computed with these adapters for the requests of others, too",
+                "lora_not_accepted",
+            )
 
     async def prefetch(self, draft: ParsedChat) -> PrefetchResult:
         """See Gateway."""

@@ -78,6 +78,8 @@ class CacheStrategy(ABC):
 
     # The name that operators see: "budgeted", "snapshots" or "pass-through".
     mode: ClassVar[str]
+    # Whether its servers use rows only for requests with the adapters that they were made with.
+    has_rows_by_adapters: ClassVar[bool] = False
 
     @property
     def description(self) -> str:

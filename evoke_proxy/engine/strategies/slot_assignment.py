@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import orjson
@@ -14,7 +14,7 @@ from evoke_proxy.core.servers.slot_pool import slots_for_answers
 from evoke_proxy.engine.gateway import ForwardedBody
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.conversations import Conversation
-from evoke_proxy.engine.server.slot_queue import until_over
+from evoke_proxy.engine.server.slot_queue import SlotLease, until_over
 from evoke_proxy.engine.server.strategy import ServerResources
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.errors import PlanRefused
@@ -34,15 +34,23 @@ class SlotAssignment:
         n_slots = len(self._server.slots.pool)
         return named if named is not None and 0 <= named < n_slots else None
 
-    async def acquire_ephemeral(self, request: ParsedChat, scope: TurnScope) -> None:
-        """Lease one slot for each answer of a request, without saving the rows in them.
+    async def acquire_ephemeral(
+        self,
+        request: ParsedChat,
+        scope: TurnScope,
+        save: Callable[[SlotLease], Awaitable[None]] | None = None,
+    ) -> None:
+        """Lease one slot for each answer of a request.
 
-        The request belongs to no conversation. llama-server refuses a request for more answers than
-        it has slots. Raises SlotsBusy.
+        `save` is called for each, to save the rows of others in it; None: they are not saved. The
+        request belongs to no conversation. llama-server refuses a request for more answers than it
+        has slots. Raises SlotsBusy, and what `save` raises.
         """
         for slot in self._slots_of(request):
             lease = await scope.acquire(f"ephemeral-{id(scope)}", ephemeral=True, slot=slot)
-            lease.vacated()
+            with lease.vacating():
+                if save is not None:
+                    await save(lease)
 
     async def acquire_emptied(self, request: ParsedChat, scope: TurnScope) -> ForwardedBody:
         """Lease one slot for each answer of a request, and save the rows of others in them.

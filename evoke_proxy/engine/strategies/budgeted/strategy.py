@@ -60,6 +60,7 @@ class BudgetedStrategy(CacheStrategy):
     """Plans each turn on its slot, and copies its rows while no request uses the server."""
 
     mode = "budgeted"
+    has_rows_by_adapters = True
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Saves the slots of conversations before a request of another one displaces their rows."""
+"""Saves the slots of conversations before another request displaces their rows, or a stop."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
+from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
@@ -22,7 +23,8 @@ _MIN_REQUESTS = 2
 class DisplacedSlots:
     """Decides which slots a request displaces, and which of them are worth a save before that.
 
-    A save is worth it if decoding what no snapshot has takes longer, as often as the RAM cache of
+    Slots are saved with the latest answer, if the next prompt can continue it or do without. A save
+    is worth it if decoding what no snapshot has takes longer, as often as the RAM cache of
     llama-server has lost such a slot. `snapshots.stall_share` does not apply: without the save the
     decoding would keep the slots longer.
     """
@@ -44,24 +46,44 @@ class DisplacedSlots:
         self._slots = slots
         self._conversations = conversations
 
-    async def save(self, conversation: Conversation, lease: SlotLease, api: StockApi) -> None:
-        """Save what a request of a conversation displaces; its lease is not yet `vacated`.
+    async def save(
+        self,
+        lease: SlotLease,
+        api: StockApi,
+        conversation: Conversation | None = None,
+        prompt: Tokens = NO_TOKENS,
+    ) -> None:
+        """Save what a request displaces; its lease is not yet `vacated`.
 
-        Raises UpstreamError.
+        `conversation` and `prompt` are those of the request; without them it belongs to no
+        conversation, or its tokens are not known. Raises UpstreamError.
         """
-        if self._probe.problem or not self._probe.behaviour.ram.loss:
+        if self._probe.problem:
             return
-        if not any(True for _ in self._displaced(conversation, lease)):
+        displaced = self._displaced(lease, conversation)
+        if not any(self._risk(contents, prompt) for _, contents in displaced):
             return
         slots = await api.list_slots()
-        for other, contents in list(self._displaced(conversation, lease, slots)):
-            if self._is_worth_saving(other, contents):
+        for other, contents in list(self._displaced(lease, conversation, slots)):
+            if self._is_worth_saving(other, contents, self._risk(contents, prompt)):
                 await self._save(other, contents, lease, api)
+
+    def _risk(self, contents: SlotContents, prompt: Tokens) -> float:
+        """The share of displaced contents that llama-server is expected to lose, from 0 to 1.
+
+        It keeps a copy in RAM, if it can, except where the prompt that displaces the contents has
+        at least half of them (`get_available_slot` in tools/server/server-context.cpp).
+        """
+        loss, n_tokens = self._probe.behaviour.ram.loss, len(contents.tokens)
+        if loss >= 1.0 or not n_tokens:
+            return loss
+        n_shared = common_prefix(contents.tokens, prompt)
+        return loss if 2 * n_shared < n_tokens else max(loss, 1.0 - n_shared / n_tokens)
 
     def _displaced(
         self,
-        conversation: Conversation,
         lease: SlotLease,
+        conversation: Conversation | None,
         slots: Sequence[SlotStatus] | None = None,
     ) -> Iterator[tuple[Conversation, SlotContents]]:
         """Yield other conversations with what they have in slots that the request displaces.
@@ -78,15 +100,38 @@ class DisplacedSlots:
             if _is_left(contents, slots):
                 yield other, contents
 
-    def _is_worth_saving(self, conversation: Conversation, contents: SlotContents) -> bool:
-        tokens, behaviour = contents.tokens, self._probe.behaviour
+    def _is_worth_saving(
+        self, conversation: Conversation, contents: SlotContents, risk: float
+    ) -> bool:
+        tokens = contents.tokens
         if conversation.snapshots.n_sent < _MIN_REQUESTS or len(tokens) < self._config.min_tokens:
             return False
-        if not (contents.exact or behaviour.can_restore_partly):
-            return False  # the next prompt may have the latest answer in another form
+        if not self._is_of_use(conversation, contents):
+            return False
         return not self._transfers.reason_not_to_save(
-            conversation.tenant, tokens, waited_for=True, risk=behaviour.ram.loss
+            conversation.tenant, tokens, waited_for=True, risk=risk
         )
+
+    async def save_contents(self, conversation: Conversation, api: StockApi) -> None:
+        """Save the slot of a conversation if that is worth it; the caller has leased the slot.
+
+        Raises UpstreamError.
+        """
+        contents = conversation.snapshots.contents
+        if contents is None or contents.slot < 0 or not self._is_of_use(conversation, contents):
+            return
+        if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens):
+            return
+        unchanged = contents.is_unchanged(await api.list_slots())
+        if unchanged and await self._probe.is_same_server(api):
+            await self._save_contents(conversation, contents, api)
+
+    def _is_of_use(self, conversation: Conversation, contents: SlotContents) -> bool:
+        """Whether the next prompt may continue the contents, whatever it has for the answer."""
+        may_continue = self._probe.behaviour.can_drop_answers or (
+            conversation.snapshots.answers.is_trusted
+        )
+        return contents.exact or may_continue
 
     async def _save(
         self, other: Conversation, contents: SlotContents, lease: SlotLease, api: StockApi
@@ -104,12 +149,19 @@ class DisplacedSlots:
                 return
             if not _is_left(contents, await api.list_slots()):
                 return
-            branch, tokens = other.snapshots.branch or other.id, contents.tokens
-            label = self._placement.label(other.tenant, branch, STEP, len(tokens))
-            if contents.exact:
-                await self._transfers.save(contents.slot, tokens, label, api)
-            else:
-                await self._transfers.save_with_answer(contents.slot, tokens, label, api)
+            await self._save_contents(other, contents, api)
+
+    async def _save_contents(
+        self, conversation: Conversation, contents: SlotContents, api: StockApi
+    ) -> None:
+        branch, tokens = conversation.snapshots.branch or conversation.id, contents.tokens
+        label = self._placement.label(conversation.tenant, branch, STEP, len(tokens))
+        if contents.exact:
+            await self._transfers.save(contents.slot, tokens, label, api)
+            return
+        saved = await self._transfers.save_with_answer(contents.slot, tokens, label, api)
+        if saved is not None and conversation.snapshots.contents is contents:
+            conversation.snapshots.answer_saved(saved)
 
 
 def _is_left(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:

@@ -119,7 +119,7 @@ class Lookahead:
         """
         if not self._probe.stability(turn.chat.has_tools).ahead:
             return "", None
-        if not self._probe.behaviour.lookahead.is_trusted:
+        if not self._probe.behaviour.lookahead.of(turn.request.tenant).may_try():
             return "given_up", None
         contents = conversation.snapshots.contents
         if contents is None or not self._slots.pool.idle():

@@ -174,6 +174,9 @@ class ServerProbe:
             await run_in(DISK, self._repository.files.receive, part, copied.n_bytes)
             caches = await run_in(DISK, self._repository.files.caches, part)
             behaviour.is_dense, behaviour.has_windows = len(caches) == 1, has_windows(caches)
+            behaviour.saves_checkpoints = await run_in(
+                DISK, self._repository.files.has_checkpoints, part
+            )
             behaviour.is_detected = True
 
     async def is_same_server(self, api: StockApi) -> bool:
@@ -197,8 +200,10 @@ class ServerProbe:
         limits = []
         if not self.behaviour.restore.is_trusted:
             limits.append("given up restoring (it saved no decoding)")
-        if not self.behaviour.lookahead.is_trusted:
-            limits.append("given up decoding ahead (other turns came)")
+        if n_tenants := self.behaviour.lookahead.n_distrusted:
+            limits.append(
+                f"tenants with little decoding ahead, because other turns came: {n_tenants}"
+            )
         if not self._without_tools.boundary:
             limits.append("the template rewrites what users have said")
         if not self._without_tools.ahead:

@@ -18,7 +18,7 @@ from evoke_proxy.core.model.counts import seconds_of
 from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.request.chat import ChatRequest
-from evoke_proxy.core.request.look_ahead import PREFIX, STEP, kind_of
+from evoke_proxy.core.request.look_ahead import PREFIX, kind_of
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.placement import Placement, Situation, decide, slot_to_name
 from evoke_proxy.core.snapshots.ram_cache import Reuse
@@ -40,6 +40,7 @@ from evoke_proxy.engine.strategies.snapshots.shared_beginnings import (
     RestoreLock,
     SharedBeginnings,
 )
+from evoke_proxy.engine.strategies.snapshots.shared_cells import SharedCells
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.errors import UpstreamError, UpstreamRejected
 
@@ -138,7 +139,9 @@ class SlotPlacement:
         try:
             await self._begin(scope, turn, beginning, lock)
             turn, step = await self._reusing(scope, turn, conversation, lease)
-            if lock.is_locked and turn.restored is not None:
+            if turn.restored is None:
+                lock.close()  # others need not wait for what this request decodes
+            elif lock.is_locked:
                 turn, step = await self._prove(scope, turn, step)
                 if not self._may_clear:
                     lock.close()
@@ -170,6 +173,7 @@ class SlotPlacement:
         )
         scope.turn = turn
         contents = conversation.snapshots.contents
+        conversation.snapshots.prompted(turn.prompt)
         conversation.snapshots.contents_changed(None)
         behaviour = self._probe.behaviour
         behaviour.note_slots(contents, slots)
@@ -184,12 +188,12 @@ class SlotPlacement:
             behaviour=behaviour,
             min_gain_tokens=self._config.min_tokens // 2,
         )
-        match = self._transfers.find(turn.request.tenant, turn.goal)
+        match = self._transfers.find(turn.request.tenant, turn.goal, contents)
         placement = decide(situation, match, self._probe.costs)
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)
         elif contents is not None:
-            behaviour.note_prompt(contents, turn.prompt)
+            behaviour.note_prompt(turn.request.tenant, contents, turn.prompt)
         turn = replace(
             turn,
             decision=placement.source,
@@ -225,6 +229,8 @@ class SlotPlacement:
                     restored=placement.restore,
                     depth=None,
                 )
+        if turn.depth is not None and behaviour.ram.exists:
+            await self._let_ram_load(turn, situation)
         turn = replace(
             turn,
             min_prefix=live.min_prefix if live is not None else 0,
@@ -232,6 +238,22 @@ class SlotPlacement:
         )
         scope.turn = turn
         return turn, _Step(turn.boundary, kind_of(turn.chat), live, placement.reuse)
+
+    async def _let_ram_load(self, turn: SnapshotTurn, situation: Situation) -> None:
+        """Move what keeps llama-server from loading the contents of a conversation to its RAM.
+
+        It loads nothing into a slot of which the prompt has at least half (`get_available_slot` in
+        tools/server/server-context.cpp), even if the RAM cache has more of the prompt. A token with
+        which no prompt begins displaces such a slot, and llama-server keeps a copy.
+        """
+        for contents in list(self._all_contents()):
+            if contents.slot != situation.leased and not situation.server_chooses:
+                continue
+            n_shared = common_prefix(contents.tokens, turn.prompt)
+            is_obstacle = len(contents.tokens) <= 2 * n_shared < 2 * turn.displaced_tokens
+            if is_obstacle and _is_idle(contents, situation.slots):
+                others = turn.prompt[turn.prompt != turn.prompt[0]]
+                await turn.calls.stock.prefill(others[:1], contents.slot)
 
     def _depth(self, contents: SlotContents | None) -> int:
         """Return the depth that contents have in the RAM cache if they have left their slot."""
@@ -328,13 +350,20 @@ class SlotPlacement:
         match, slot, api = placement.restore, placement.restore_slot, turn.calls.stock
         if match is None or slot is None or not await self._probe.is_same_server(api):
             return None
-        if self._probe.behaviour.ram.exists and _n_tokens(turn.slots_before, slot) > 0:
+        displaced = [
+            status
+            for status in turn.slots_before or ()
+            if status.n_tokens and (status.id == slot or (self._may_clear and not status.busy))
+        ]
+        if self._probe.behaviour.ram.exists and displaced:
             # llama-server keeps in RAM what another prompt displaces, but not what a restore does.
+            # For the prompt it also empties the idle slots, whose cells the restore may need.
             await api.prefill(turn.prompt[:1], slot)
         # Set before the call: a turn that is cancelled during the call must end the restore.
         scope.turn = replace(turn, restored=match)
         try:
-            restored = await self._transfers.restore(match, slot, api)
+            cells = SharedCells(self._slots, self._conversations, api, slot)
+            restored = await self._transfers.restore(match, slot, api, cells)
         except UpstreamError:
             scope.turn = (
                 turn  # counted as failed: the reply does not show whether the snapshot was used
@@ -455,19 +484,6 @@ class SlotPlacement:
             reuse = Reuse(cached, turn.displaced_tokens, turn.shared_tokens)
             self._probe.behaviour.ram.note_reuse(turn.depth, reuse)
 
-    async def save_contents(self, conversation: Conversation) -> None:
-        """Save the slot of a conversation if its contents are certain and worth a snapshot."""
-        contents = conversation.snapshots.contents
-        if contents is None or not contents.exact:
-            return
-        if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens):
-            return
-        unchanged = contents.is_unchanged(await self._api.list_slots())
-        if unchanged and await self._probe.is_same_server(self._api):
-            branch = conversation.snapshots.branch or conversation.id
-            label = self.label(conversation.tenant, branch, STEP, len(contents.tokens))
-            await self._transfers.save(contents.slot, contents.tokens, label, self._api)
-
     def label(self, tenant: str, branch: str, kind: str, n_tokens: int) -> SnapshotLabel:
         """Return the label of a snapshot with `n_tokens` tokens."""
         seconds = self._probe.costs.prefill.seconds(n_tokens)
@@ -546,9 +562,10 @@ def _slot_of_reply(
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _n_tokens(slots: Sequence[SlotStatus] | None, slot: int) -> int:
-    """The tokens of a slot; 0 when the server does not list it."""
-    return next((status.n_tokens for status in slots or () if status.id == slot), 0)
+def _is_idle(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:
+    """Whether contents are still in their slot, and no request runs in it."""
+    idle = [status for status in slots or () if not status.busy]
+    return contents.is_unchanged(idle)
 
 
 def _tasks_of(slots: Sequence[SlotStatus] | None) -> set[tuple[int, int | None]]:

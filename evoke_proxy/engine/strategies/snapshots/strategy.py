@@ -22,7 +22,7 @@ from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
-from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S
+from evoke_proxy.engine.server.slot_queue import STEP_GRACE_S, SlotLease
 from evoke_proxy.engine.server.strategy import CacheStrategy, ServerResources, StrategyProblem
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
@@ -35,6 +35,7 @@ from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
+from evoke_proxy.thread_pools import for_body, run_in
 
 _log = logging.getLogger(__name__)
 # Converters of other dialects to chats, and the paths where llama-server counts their tokens.
@@ -216,7 +217,7 @@ class SnapshotStrategy(CacheStrategy):
             _log.info("session %s is not saved: a request runs in its slot", conversation.id)
             return
         async with lease:
-            await self._placement.save_contents(conversation)
+            await self._displaced.save_contents(conversation, self._api)
 
     async def prepare(self, request: ParsedChat, scope: TurnScope) -> PreparedTurn:
         """See CacheStrategy."""
@@ -264,7 +265,8 @@ class SnapshotStrategy(CacheStrategy):
         lease = await scope.acquire(conversation.id, ephemeral=conversation.ephemeral)
         scope.trace.stage = "displace"
         with lease.vacating(), scope.trace.waiting():
-            await self._displaced.save(conversation, lease, scope.turn.calls.stock)
+            calls, prompt = scope.turn.calls, turn.prompt
+            await self._displaced.save(lease, calls.stock, conversation, prompt)
         if conversation.ephemeral:
             return replace(scope.turn, decision="guest:side")
         turn = replace(turn, conversation=conversation, arrival=arrival, slots=(lease.slot,))
@@ -283,10 +285,19 @@ class SnapshotStrategy(CacheStrategy):
     async def _prepare_unmanaged(
         self, request: ParsedChat, scope: TurnScope, reason: str
     ) -> PreparedTurn:
-        """Lease slots for a request that leaves no snapshot."""
+        """Lease slots for a request that leaves no snapshot, and save what others have there.
+
+        Of several slots that do not share their cells, llama-server may choose another one.
+        """
         scope.turn = replace(scope.turn, decision=f"guest:{reason}")
+
+        async def save(lease: SlotLease) -> None:
+            if reason != "too_long":  # llama-server refuses it
+                scope.trace.stage = "displace"
+                await self._displaced.save(lease, scope.turn.calls.stock)
+
         with scope.trace.waiting():
-            await self._assignment.acquire_ephemeral(request, scope)
+            await self._assignment.acquire_ephemeral(request, scope, save)
         return scope.turn
 
     async def _render(self, request: ParsedChat, scope: TurnScope) -> SnapshotTurn | None:
@@ -297,7 +308,8 @@ class SnapshotStrategy(CacheStrategy):
         count_path = _COUNT_PATHS.get(chat.dialect)
         calls.stock.check_size(body)
         if count_path is not None:
-            body = await run_off_loop(body, _chat_body, body, chat.dialect)
+            # A body that is parsed in a few milliseconds may take 50 to convert.
+            body = await run_in(for_body(len(body)), _chat_body, body, chat.dialect)
         n_stable = 0
         if self.probe.stability(chat.has_tools).boundary:
             past = await run_off_loop(body, boundary, body)

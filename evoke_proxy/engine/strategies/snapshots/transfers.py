@@ -6,22 +6,27 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.prompt.rendered import Tokens
+from evoke_proxy.core.snapshots.slot_contents import SlotContents
 from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import finished
 from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
+from evoke_proxy.engine.strategies.snapshots.shared_cells import SharedCells
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import SnapshotUnusable, UpstreamError, UpstreamRejected, UpstreamTimeout
 from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+# A prompt ends with a few tokens that begin the answer, which the next one may have otherwise.
+_ANSWER_HEAD_TOKENS = 16
 
 
 class SnapshotTransfers:
@@ -51,24 +56,44 @@ class SnapshotTransfers:
         self._tasks = tasks
         self._seals: set[asyncio.Task[None]] = set()  # of files that become snapshots now
 
-    def find(self, tenant: str, tokens: Tokens) -> Match | None:
-        """Return the snapshot that saves most of decoding these tokens; None without any."""
+    def find(
+        self, tenant: str, tokens: Tokens, contents: SlotContents | None = None
+    ) -> Match | None:
+        """Return the snapshot that saves most of decoding these tokens; None without any.
+
+        `contents` are what the latest turn of the conversation left: a snapshot of them is also of
+        use if the prompt has only the answer in another form.
+        """
         behaviour = self._probe.behaviour
         if self._probe.problem or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
-        return self.choice.to_restore(snapshots, tokens, behaviour.can_restore_partly)
+        match = self.choice.to_restore(snapshots, tokens, behaviour.can_restore_partly)
+        if contents is None or contents.answer_from is None or not behaviour.can_drop_answers:
+            return match
+        answered = [item for item in snapshots if contents.has_saved(item.tokens)]
+        other = self.choice.to_restore(answered, tokens, partial=True)
+        if other is None or other.shared < contents.answer_from - _ANSWER_HEAD_TOKENS:
+            return match
+        return other if match is None or other.shared > match.shared else match
 
-    async def restore(self, match: Match, slot: int, api: StockApi) -> bool:
+    async def restore(
+        self, match: Match, slot: int, api: StockApi, cells: SharedCells | None = None
+    ) -> bool:
         """Verify a snapshot and fill a slot with it; return False when that is not possible.
 
+        `cells` are emptied if the snapshot needs them. A refusal while they are taken does not
+        count against the snapshot.
         The slot is empty when llama-server refuses. Raises UpstreamError when llama-server fails
         otherwise: the snapshot is set aside. After True, `record_reuse` or `end_without_result`
         must be called.
         """
-        return await self._run_to_end(self._restore(match, slot, api), "restoring a slot")
+        work = self._restore(match, slot, api, cells)
+        return await self._run_to_end(work, "restoring a slot")
 
-    async def _restore(self, match: Match, slot: int, api: StockApi) -> bool:
+    async def _restore(
+        self, match: Match, slot: int, api: StockApi, cells: SharedCells | None
+    ) -> bool:
         snapshot, began = match.snapshot, time.monotonic()
         is_unverified = await self._repository.may_restore_unverified(snapshot)
         try:
@@ -85,16 +110,23 @@ class SnapshotTransfers:
             return False
         try:
             async with self._repository.decrypted_file(snapshot) as name:
-                copied = await (
-                    self._restore_and_verify(snapshot, name, slot, api)
-                    if is_unverified
-                    else api.restore(slot, name)
-                )
+                fill = self._restore_and_verify if is_unverified else _fill
+                try:
+                    copied = await fill(snapshot, name, slot, api)
+                except UpstreamRejected:
+                    if cells is None or not await cells.free(snapshot.n_tokens):
+                        raise
+                    copied = await fill(snapshot, name, slot, api)
         except SnapshotUnusable:
             self._metrics.restores.labels(result="quarantined").inc()
             return False
         except UpstreamRejected as error:
-            self._give_up(snapshot, "refused", str(error))
+            if cells is not None and cells.are_taken:
+                self._repository.end_restore(snapshot, useful=False)
+                self._metrics.restores.labels(result="crowded").inc()
+                _log.info("a snapshot was not restored: other requests have the cells for it")
+            else:
+                self._give_up(snapshot, "refused", str(error))
             return False
         except UpstreamError:
             self._repository.set_aside(snapshot, "upstream_died")
@@ -198,12 +230,15 @@ class SnapshotTransfers:
         be reached or does not answer.
         """
         work = self._save(slot, tokens, label, api, with_more=False)
-        return await self._run_to_end(work, "saving a slot")
+        return await self._run_to_end(work, "saving a slot") is not None
 
     async def save_with_answer(
         self, slot: int, prompt: Tokens, label: SnapshotLabel, api: StockApi
-    ) -> bool:
-        """As `save`, of a slot whose tokens begin with `prompt`; the file says what follows."""
+    ) -> Tokens | None:
+        """As `save`, of a slot whose tokens begin with `prompt`; the file says what follows.
+
+        Returns all tokens that were saved; None when the slot was not saved.
+        """
         work = self._save(slot, prompt, label, api, with_more=True)
         return await self._run_to_end(work, "saving a slot")
 
@@ -214,13 +249,13 @@ class SnapshotTransfers:
         label: SnapshotLabel,
         api: StockApi,
         with_more: bool,
-    ) -> bool:
+    ) -> Tokens | None:
         part = self._repository.new_part()
         try:
             copied = await api.save(slot, part)
         except UpstreamRejected as error:
             self._discard(part, "failed", str(error))
-            return False
+            return None
         except UpstreamError as error:
             self._discard(part, "failed", str(error), isinstance(error, UpstreamTimeout))
             raise
@@ -234,11 +269,11 @@ class SnapshotTransfers:
         if copied.n_tokens != len(tokens):
             self._probe.clears_idle_slots |= not copied.n_tokens
             self._discard(part, "emptied", f"it held {copied.n_tokens} tokens, not {len(tokens)}")
-            return False
+            return None
         seal = self._tasks.run(self._seal(part, copied, tokens, label), "sealing a snapshot")
         self._seals.add(seal)
         seal.add_done_callback(self._seals.discard)
-        return True
+        return tokens
 
     async def seals_ended(self) -> None:
         """Wait until the files that were saved so far are snapshots or were discarded."""
@@ -249,9 +284,9 @@ class SnapshotTransfers:
         """Run work in the background that waits for files."""
         self._tasks.run(work, what)
 
-    async def _run_to_end(self, work: Coroutine[Any, Any, bool], what: str) -> bool:
+    async def _run_to_end(self, work: Coroutine[Any, Any, _T], what: str) -> _T:
         """Wait for work that runs to its end even when the caller is cancelled."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
         task = self._tasks.run(_resolve(future, work), what)
         # A task that is cancelled before it begins does not resolve the future.
         task.add_done_callback(lambda _: future.done() or future.cancel())
@@ -291,7 +326,12 @@ class SnapshotTransfers:
         _log.warning("a snapshot was not restored: %s", reason)
 
 
-async def _resolve(future: asyncio.Future[bool], work: Coroutine[Any, Any, bool]) -> None:
+async def _fill(_: Snapshot, name: str, slot: int, api: StockApi) -> SlotCopy:
+    """Fill a slot from a file that was verified."""
+    return await api.restore(slot, name)
+
+
+async def _resolve(future: asyncio.Future[_T], work: Coroutine[Any, Any, _T]) -> None:
     """Set the future to what the work returns or raises."""
     try:
         future.set_result(await work)

@@ -95,3 +95,13 @@ def test_responses_answers_are_read_from_a_body_or_the_last_event() -> None:
     with_call = AnswerReader()
     with_call.feed(json.dumps({"output": [{"type": "function_call", "name": "f"}]}).encode())
     assert with_call.message(False) is None
+
+
+def test_an_answer_with_the_probabilities_of_many_tokens_is_not_read() -> None:
+    """Its parser would let no other thread run."""
+    probabilities = {"content": [{"bytes": [32]}] * 1000}
+    for n_parts, is_read in ((1, True), (9, False)):
+        choice = {"message": {"role": "assistant", "content": "Hi"}}
+        document = {"choices": [choice | {"logprobs": [probabilities] * n_parts}]}
+        message = _read(json.dumps(document).encode()).message(False)
+        assert (message is not None) == is_read

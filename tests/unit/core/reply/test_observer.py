@@ -233,6 +233,18 @@ def test_of_a_large_body_only_both_ends_are_read(kind: str) -> None:
     assert observer.finish in ("length", "max_tokens", "limit") and observer.done
 
 
+def test_the_probabilities_of_many_tokens_are_not_parsed() -> None:
+    entry = {"token": " the", "bytes": [32, 116, 104, 101], "logprob": -1.25}
+    choice = {"finish_reason": "length", "logprobs": {"content": [entry] * 10_000}}
+    body = json.dumps({"choices": [choice], "usage": USAGE, "timings": TIMINGS}).encode()
+    observer = ReplyObserver()
+    observer.feed(body)
+    start = time.thread_time()
+    observer.close()
+    assert 500_000 < len(body) < 1_000_000 and time.thread_time() - start < 0.015
+    assert (observer.timings, observer.usage, observer.finish) == (TIMINGS, USAGE, "length")
+
+
 def test_of_a_large_event_only_both_ends_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: object) -> object:
         raise AssertionError("the event is parsed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -114,6 +115,18 @@ def test_a_large_document_is_edited_without_being_parsed(
     if len(large) > 1_000_000:
         monkeypatch.setattr(reply_edit.json, "loads", refused)
     assert with_accounting(large, {}) == expected_document
+
+
+def test_probabilities_of_tokens_do_not_make_an_edit_long() -> None:
+    """A document below the limit for large ones, with the values of 400 tokens."""
+    entry = {"id": 1, "token": " the", "bytes": [32, 116, 104, 101], "logprob": -1.25}
+    content = [entry | {"top_logprobs": [entry] * 20}] * 400
+    document = b'{"choices":[{"logprobs":{"content":%b}}], "usage" : {"n":1},"timings":%b}'
+    document %= (json.dumps(content).encode(), TIMINGS)
+    assert 500_000 < len(document) < 1_000_000
+    start = time.thread_time()
+    edited = with_accounting(document, {})
+    assert time.thread_time() - start < 0.05 and edited == expected(document)
 
 
 TOO_LONG = (

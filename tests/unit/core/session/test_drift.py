@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,3 +172,27 @@ def test_a_prompt_is_compared_with_the_blocks_of_the_one_before(
 
 def test_a_longer_prompt_does_not_differ() -> None:
     assert _from((*_TALK, "u:ten")) is None
+
+
+@pytest.mark.parametrize("n_shared", [0, 4095, 4096, 500_000, 999_999])
+def test_long_lines_are_compared_and_searched_in_a_few_milliseconds(n_shared: int) -> None:
+    """A search holds the interpreter's lock, so that a thread would delay all requests, too."""
+    text = "x y " * 250_000
+    new = text[:n_shared] + "Z" * (len(text) - n_shared)
+    start = time.thread_time()
+    found = drift(
+        {"messages": [{"role": "system", "content": text}]},
+        {"messages": [{"role": "system", "content": new}]},
+    )
+    assert time.thread_time() - start < 0.02
+    assert found == Drift("system_changed", 0, n_shared, len(new))
+
+
+@pytest.mark.parametrize(("line", "cause"), [("12:3@", "date_line"), ("1@", "system_changed")])
+def test_a_change_in_a_long_line_is_named_by_what_is_near_it(line: str, cause: str) -> None:
+    texts = (
+        f"at 11:11 {'a ' * 5000} it is {line.replace('@', digit)}. {'b ' * 5000}" for digit in "12"
+    )
+    before, now = ({"messages": [{"role": "system", "content": text}]} for text in texts)
+    found = drift(before, now)
+    assert found is not None and found.cause == cause

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker, cost_of
+from evoke_proxy.core.snapshots.costs import Costs, SuccessTracker, TenantTrackers, cost_of
 
 
 def test_unmeasured_costs_allow_a_restore_and_measured_ones_decide() -> None:
@@ -48,6 +48,29 @@ def test_trust_ends_after_three_failures_unless_as_many_succeeded() -> None:
     for _ in range(3):
         assert tracker.record(100, 50)
     assert tracker.is_trusted
+
+
+def test_a_method_without_trust_is_tried_again_and_regains_it() -> None:
+    tracker = SuccessTracker()
+    for _ in range(3):
+        tracker.record(100, 0)
+    tried = [tracker.may_try() for _ in range(48)]
+    assert sum(tried) == 3 and not any(tried[:15])
+    for _ in range(3):
+        tracker.record(100, 100)
+    assert tracker.may_try() and tracker.may_try()
+
+
+def test_tenants_have_trackers_of_their_own_and_the_least_recent_is_forgotten() -> None:
+    trackers = TenantTrackers()
+    for name in ("a", "b"):
+        for _ in range(3):
+            trackers.of(name).record(100, 0)
+    for number in range(1022):
+        trackers.of(f"t{number}")
+    assert not trackers.of("a").is_trusted and trackers.n_distrusted == 2
+    trackers.of("another")
+    assert trackers.n_distrusted == 1 and trackers.of("b").is_trusted
 
 
 @pytest.mark.parametrize(

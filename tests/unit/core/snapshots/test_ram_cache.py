@@ -91,3 +91,21 @@ def test_the_loss_follows_larger_conversations_after_many_that_were_found() -> N
     for _ in range(4):
         ram.note(200_000, found=False)
     assert ram.loss > 0.1
+
+
+def n_until_tried(ram: RamCache, depth: int) -> int:
+    """How many contents are not looked for until those at a depth are tried again."""
+    n = 0
+    while not ram.has(depth):
+        ram.note_unused()
+        n += 1
+    return n
+
+
+def test_after_each_loss_it_takes_longer_until_the_cache_is_tried_again() -> None:
+    ram, waits = RamCache(exists=True), []
+    for _ in range(4):
+        ram.note(100_000, found=False)
+        ram.note(10_000, found=True)  # smaller contents do not make a try sooner
+        waits.append(n_until_tried(ram, 100_000))
+    assert waits == sorted(set(waits)) and waits[-1] >= 4 * waits[0]

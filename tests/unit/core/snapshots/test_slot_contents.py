@@ -51,6 +51,25 @@ def test_contents_that_were_cut_off_may_have_grown() -> None:
     assert not replace(LEFT, status=None).is_unchanged([LOOK])
 
 
+@pytest.mark.parametrize(
+    ("memory", "partly", "without_answer"),
+    [
+        ({"is_dense": True}, True, True),
+        ({"is_dense": False}, False, False),
+        ({"is_dense": False, "saves_checkpoints": True}, False, True),
+        ({"is_dense": False, "saves_checkpoints": True, "has_windows": True}, False, False),
+    ],
+)
+def test_what_a_restored_slot_can_give_up_depends_on_the_memory(
+    memory: dict[str, bool], partly: bool, without_answer: bool
+) -> None:
+    behaviour = ServerBehaviour(**memory)
+    assert (behaviour.can_restore_partly, behaviour.can_drop_answers) == (partly, without_answer)
+    for _ in range(3):
+        behaviour.partial_restore.record(1000, 0)
+    assert not behaviour.can_restore_partly and not behaviour.can_drop_answers
+
+
 def test_a_restart_is_detected_by_lower_task_numbers() -> None:
     assert has_restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
     assert has_restarted([LEFT], [SlotStatus(0, 3, 9, False)])
@@ -87,12 +106,22 @@ def test_an_emptied_slot_shows_that_there_is_a_ram_cache() -> None:
 def test_lookahead_is_judged_by_the_tokens_decoded_ahead() -> None:
     behaviour = ServerBehaviour()
     ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=90)
-    behaviour.note_prompt(ahead, tokens(*range(100), 7))
-    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 0)
-    behaviour.note_prompt(ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
-    assert (behaviour.lookahead.useful, behaviour.lookahead.wasted) == (1, 1)
-    behaviour.note_prompt(LEFT, LONGER)
-    assert behaviour.lookahead.wasted == 1
+    tracker = behaviour.lookahead.of("a")
+    behaviour.note_prompt("a", ahead, tokens(*range(100), 7))
+    assert (tracker.useful, tracker.wasted) == (1, 0)
+    behaviour.note_prompt("a", ahead, tokens(*range(93), 7, 7, 7, 7, 7, 7, 7))
+    assert (tracker.useful, tracker.wasted) == (1, 1)
+    behaviour.note_prompt("a", LEFT, LONGER)
+    assert tracker.wasted == 1
+
+
+def test_edited_answers_of_one_tenant_end_lookahead_for_no_other() -> None:
+    behaviour = ServerBehaviour()
+    ahead = SlotContents(0, tokens(*range(100)), True, 0.0, ahead_from=50)
+    for _ in range(3):
+        behaviour.note_prompt("a", ahead, tokens(*range(51), 7))
+    assert not behaviour.lookahead.of("a").is_trusted and behaviour.lookahead.n_distrusted == 1
+    assert behaviour.lookahead.of("b").may_try()
 
 
 def test_the_contents_that_share_most_with_a_prompt_count() -> None:

@@ -19,6 +19,7 @@ from evoke_proxy.core.snapshots.state_file import (
     caches,
     first_cache,
     frame,
+    has_checkpoints,
     has_windows,
     in_window,
     missing,
@@ -201,6 +202,20 @@ def test_the_first_cache_is_read_whatever_follows() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (file(version=4), True),
+        (file(version=3), False),
+        (file(version=5), False),
+        (b"other", False),
+        (b"", False),
+    ],
+)
+def test_files_of_newer_servers_have_checkpoints(data: bytes, expected: bool) -> None:
+    assert has_checkpoints(lambda at, n_bytes: data[at : at + n_bytes], len(data)) is expected
+
+
 def test_text_within_its_windows_is_useless_to_restore() -> None:
     data = file(*[cache(range(N_TOKENS), False, (4,))] * 2)
     found = parsed_caches(data)
@@ -220,6 +235,7 @@ def test_a_file_of_a_newer_llama_server_is_read_and_completed(
 ) -> None:
     """Written by build 11549: version 4, with a context checkpoint after the caches."""
     data = gzip.decompress((NEWER / f"windows-fa-{attention}.bin.gz").read_bytes())
+    assert has_checkpoints(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     base, window = caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     assert (base.n_cells, base.lowest, base.type_names) == (100, 0, ("f16", "f16"))
     assert (window.n_cells, window.lowest) == (64, 36)

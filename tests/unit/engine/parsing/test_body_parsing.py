@@ -33,6 +33,15 @@ BODIES: dict[str, Callable[[], bytes]] = {
         b'{"messages":[' + _PIN + b',{"role":"user","content":"x"}' * 4000 + b"]}"
     ),
     "all marked": lambda: b'{"messages":[' + b",".join([_PIN] * 4000) + b"]}",
+    "2000 marked": lambda: b'{"messages":[' + b",".join([_PIN] * 2000) + b"]}",
+    "2000 messages of many members, and an escape": lambda: (
+        b'{"evoke_session":"\\u0061","messages":['
+        + b",".join([b'{"role":"user","content":"x","a":1,"b":1,"c":1,"d":1}'] * 2000)
+        + b"]}"
+    ),
+    "4000 keys": lambda: (
+        b'{"evoke_session":"a"' + b"".join(b',"k%d":1' % i for i in range(4000)) + b"}"
+    ),
     "1 MiB of text": lambda: json.dumps(
         {"messages": [{"role": "user", "content": "word, and " * (_MIB // 10)}]}
     ).encode(),

@@ -6,9 +6,10 @@ import asyncio
 from typing import Any
 
 import orjson
+import pytest
 
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, SecurityConfig
 from evoke_proxy.engine.parsing.parser import RequestParser
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 
@@ -37,3 +38,17 @@ def test_only_plain_requests_are_cached() -> None:
     longer = _parse(parser, [*plain, more])
     assert first.cached_body is not None
     assert [it.text for it in longer.chat.messages] == ["x" + LONG, "And then?"]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions"])
+@pytest.mark.parametrize("keys_file", ["", "keys"])
+def test_no_client_with_a_key_has_rows_moved_to_other_positions(
+    dialect: str, keys_file: str
+) -> None:
+    """An unpatched llama-server would keep rows of one tenant for the prompts of all others."""
+    parser = RequestParser(Config(security=SecurityConfig(keys_file=keys_file)), Metrics())
+    body = b'{"n_cache_reuse": 1, "prompt": "a", "n_cache_\\u0072euse":2, "messages": []}'
+    incoming = IncomingRequest(dialect=dialect, body=body, headers={})
+    parsed = asyncio.run(parser.parse(incoming))
+    expected = b'{"prompt": "a", "messages": []}' if keys_file else body
+    assert parsed.body.replace(b" ", b"") == expected.replace(b" ", b"")

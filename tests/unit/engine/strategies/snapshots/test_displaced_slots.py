@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
+from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversation_states import SnapshotState
@@ -17,6 +18,8 @@ from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
 
 N_TOKENS = 1000
+WITH_ANSWER = np.arange(N_TOKENS + 20, dtype=np.int32)
+CHANGED_ANSWER = np.append(np.arange(N_TOKENS, dtype=np.int32), np.zeros(50, np.int32))
 
 
 def conversation(id: str, slot: int, n_sent: int = 2, **changes: Any) -> Any:
@@ -35,6 +38,7 @@ def saved(
     busy: tuple[int, ...] = (),
     later_busy: tuple[int, ...] = (),
     reason: str = "",
+    prompt: Tokens = NO_TOKENS,
 ) -> list[int]:
     """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
 
@@ -45,6 +49,10 @@ def saved(
     async def save(slot: int, *_: Any) -> bool:
         done.append(slot)
         return True
+
+    async def save_with_answer(slot: int, *_: Any) -> Tokens:
+        done.append(slot)
+        return WITH_ANSWER
 
     async def list_slots() -> list[SlotStatus]:
         now = later_busy if done else busy
@@ -67,7 +75,9 @@ def saved(
                 is_same_server=is_same_server,
             ),
             transfers=SimpleNamespace(  # type: ignore[arg-type]
-                save=save, save_with_answer=save, reason_not_to_save=lambda *_, **__: reason
+                save=save,
+                save_with_answer=save_with_answer,
+                reason_not_to_save=lambda *_, **__: reason,
             ),
             placement=SimpleNamespace(label=lambda *_: None),  # type: ignore[arg-type]
             slots=slots,
@@ -75,7 +85,7 @@ def saved(
         )
         with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
             api: Any = SimpleNamespace(list_slots=list_slots)
-            await displaced.save(conversation("new", -1), lease, api)
+            await displaced.save(lease, api, conversation("new", -1), prompt)
         for other in others:
             other.release()
 
@@ -90,6 +100,7 @@ def test_the_conversation_in_the_leased_slot_is_saved() -> None:
 def test_all_idle_slots_are_saved_where_llama_server_empties_them() -> None:
     everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
     assert saved(everyone, clears_idle_slots=True) == [0, 1, 2]
+    everyone = [conversation(id, slot) for slot, id in enumerate("abc")]
     assert saved(everyone, clears_idle_slots=True, busy=(2,)) == [0, 1]
 
 
@@ -110,10 +121,43 @@ def test_nothing_is_saved_while_the_ram_cache_has_lost_nothing() -> None:
     assert saved([conversation("a", 0)], behaviour=behaviour) == [0]
 
 
-@pytest.mark.parametrize("memory", [{"is_dense": False}, {"is_dense": True}])
-def test_an_answer_is_saved_only_for_a_memory_that_can_be_cut_back(memory: dict[str, bool]) -> None:
-    expected = [0] if memory["is_dense"] else []
-    assert saved([conversation("a", 0)], behaviour=ServerBehaviour(**memory)) == expected
+@pytest.mark.parametrize(("n_shared", "is_saved"), [(499, False), (500, True), (999, True)])
+def test_what_llama_server_does_not_keep_in_ram_is_saved(n_shared: int, is_saved: bool) -> None:
+    """It makes no copy where the prompt that displaces the slot has half of its tokens."""
+    behaviour = ServerBehaviour(ram=RamCache(exists=True))
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    prompt[n_shared:] += 7
+    assert saved([conversation("a", 0)], behaviour=behaviour, prompt=prompt) == [0] * is_saved
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_saved"),
+    [
+        ({"is_dense": True}, True),
+        ({"is_dense": False}, False),
+        ({"is_dense": False, "saves_checkpoints": True}, True),
+        ({"is_dense": False, "saves_checkpoints": True, "has_windows": True}, False),
+    ],
+)
+def test_where_the_next_prompts_changed_answers_only_what_can_be_cut_off_is_saved(
+    memory: dict[str, bool], is_saved: bool
+) -> None:
+    one = conversation("a", 0)
+    for _ in range(3):
+        one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+        assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+        assert np.array_equal(one.snapshots.contents.tokens, WITH_ANSWER)
+        one.snapshots.prompted(CHANGED_ANSWER)
+    one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+    assert saved([one], behaviour=ServerBehaviour(**memory)) == [0] * is_saved
+
+
+def test_answers_that_the_next_prompts_continue_are_saved_on_any_memory() -> None:
+    one = conversation("a", 0)
+    for _ in range(5):
+        one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+        assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+        one.snapshots.prompted(np.append(WITH_ANSWER, np.zeros(50, np.int32)))
 
 
 def test_contents_that_have_changed_or_gain_nothing_are_not_saved() -> None:

@@ -16,9 +16,9 @@ from evoke_proxy.engine.assembly import build_gateway
 from evoke_proxy.engine.gateway import ForwardedBody, RequestTrace
 from evoke_proxy.engine.parsing.request import IncomingRequest, ParsedChat
 from evoke_proxy.engine.routing.model_router import ModelRouter
-from evoke_proxy.engine.server.conversations import Conversation
 from evoke_proxy.engine.server.turn import PreparedTurn, TurnScope
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, SnapshotTurn
+from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SnapshotTurn
 from evoke_proxy.engine.strategies.snapshots.strategy import SnapshotStrategy
 from evoke_proxy.errors import UpstreamTimeout
 
@@ -82,11 +82,11 @@ def test_a_request_waits_for_its_slot_while_it_is_saved(
         conversation.snapshots.contents_changed(contents)
         saving, saved = asyncio.Event(), asyncio.Event()
 
-        async def save(_: SlotPlacement, __: Conversation) -> None:
+        async def save(*_: object) -> None:
             saving.set()
             await saved.wait()
 
-        monkeypatch.setattr(SlotPlacement, "save_contents", save)
+        monkeypatch.setattr(DisplacedSlots, "save_contents", save)
         with await slots.acquire("another", ""):
             await strategy.save_all()
             assert not saving.is_set()

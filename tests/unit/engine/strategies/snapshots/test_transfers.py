@@ -1,12 +1,61 @@
-"""Transfers of snapshots: waiting for work that others do."""
+"""Transfers of snapshots: which one is restored, and waiting for work that others do."""
 
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from snapshot_fixtures import snapshot, tokens
 
-from evoke_proxy.engine.strategies.snapshots.transfers import _resolve
+from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents
+from evoke_proxy.core.snapshots.snapshots import Snapshot
+from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers, _resolve
+
+N_PROMPT = 100
+PROMPT, ANSWER = list(range(N_PROMPT)), [501, 502, 503]
+BOUNDARY = snapshot("boundary", PROMPT[:60])
+ANSWERED = snapshot("answered", PROMPT + ANSWER)
+# What another conversation has saved that begins alike.
+OF_ANOTHER = snapshot("another", [*PROMPT[:80], 900, 901], n_bytes=500)
+CONTENTS = SlotContents(0, ANSWERED.tokens, True, 1.0, answer_from=N_PROMPT)
+HYBRID = ServerBehaviour(is_dense=False, saves_checkpoints=True)
+
+
+def found(
+    prompt: list[int], behaviour: ServerBehaviour = HYBRID, contents: SlotContents | None = CONTENTS
+) -> str:
+    """The snapshot that is restored for a prompt of the conversation with the contents."""
+    items: list[Snapshot] = [BOUNDARY, ANSWERED, OF_ANOTHER]
+    repository: Any = SimpleNamespace(snapshots=items, of=lambda *_: items)
+    probe: Any = SimpleNamespace(problem=None, behaviour=behaviour, fingerprint="f")
+    unused: Any = None
+    transfers = SnapshotTransfers(
+        repository=repository, probe=probe, unverified=unused, metrics=unused, tasks=unused
+    )
+    match = transfers.find("t", tokens(*prompt), contents)
+    assert match is not None
+    return match.snapshot.id
+
+
+def test_a_slot_that_was_saved_with_its_answer_is_restored_if_the_prompt_changes_the_answer() -> (
+    None
+):
+    assert found([*PROMPT, 501, 777]) == "answered"
+    assert found([*PROMPT[:-3], 777]) == "answered"  # the template begins answers otherwise
+    assert found([*PROMPT, *ANSWER, 777]) == "answered"
+
+
+def test_a_memory_goes_back_only_to_the_answer_of_the_same_conversation() -> None:
+    assert found([*PROMPT[:80], 777]) == "boundary"  # an edited message
+    assert found([*PROMPT, 501, 777], contents=None) == "boundary"
+    without = ServerBehaviour(is_dense=False)
+    assert found([*PROMPT, 501, 777], without) == "boundary"
+    assert found([*PROMPT, *ANSWER, 777], without) == "answered"
+    windows = ServerBehaviour(is_dense=False, saves_checkpoints=True, has_windows=True)
+    assert found([*PROMPT, 501, 777], windows) == "boundary"
+    assert found([*PROMPT[:80], 777], ServerBehaviour()) == "another"
 
 
 def test_cancelled_work_resolves_its_future() -> None:
