@@ -22,6 +22,7 @@ from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.cli import doctor_eviction
 from evoke_proxy.cli.doctor_eviction import Eviction
+from evoke_proxy.cli.plan import count
 from evoke_proxy.config import Config, load
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import Stability
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=count,
         default=2000,
         metavar="N",
         help="length of the test prompt, tokens (default: 2000)",

@@ -134,6 +134,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     chosen = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary)
+        subparser.takes_any_order = not command.takes_server_options
         if command.name == chosen:
             module = _load(command.name)
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
@@ -147,8 +148,24 @@ def _load(name: str) -> CommandModule:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that keeps the line breaks of descriptions and examples."""
+    """An argument parser that keeps the line breaks of descriptions and examples.
+
+    Attributes:
+        takes_any_order: Whether options may stand between two arguments, as in `keys add --file F
+            NAME`. argparse itself then takes an optional second argument for missing.
+    """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
+        self.takes_any_order = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """See ArgumentParser, which calls this for each command."""
+        if not self.takes_any_order:
+            return super().parse_known_args(args, namespace)
+        self.takes_any_order = False  # the method below calls this one
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.takes_any_order = True
