@@ -142,7 +142,7 @@ assert _STORE_METRICS.keys() == {item.name for item in fields(BlockStore)}
 
 
 class _StoreCollector(Collector):
-    """Exports the state of the block stores, as the servers reported it at the latest scrape.
+    """Exports the state of the block stores, as each server reported it last.
 
     Attributes:
         stores: The block stores by name of the server; the name is empty for a single server.
