@@ -76,6 +76,7 @@ class BlockStore:
         disk_deleted: Number of files deleted since the server's start, to make room or because they
             were damaged.
         disk_failed: Number of failed writes to disk since the server's start.
+        disk_unusable: 1 if the server was started with a disk tier and cannot use its directory.
     """
 
     ram_used: int = 0
@@ -86,6 +87,7 @@ class BlockStore:
     disk_files: int = 0
     disk_deleted: int = 0
     disk_failed: int = 0
+    disk_unusable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,12 @@ _STORE_METRICS = {
         "evoke_disk_write_failures",
         "Saved blocks that llama-server could not write to disk.",
         True,
+    ),
+    "disk_unusable": (
+        "evoke_disk_unusable",
+        "1 if llama-server cannot use the directory of --evoke-disk; /evoke/ready gives the"
+        " reason.",
+        False,
     ),
 }
 assert _STORE_METRICS.keys() == {item.name for item in fields(BlockStore)}

@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import BlockStore, Metrics
+from evoke_proxy.core.servers.disk_status import unusable_reason
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
@@ -153,6 +154,7 @@ def block_store(answer: Mapping[str, Any]) -> BlockStore:
         disk_files=count("disk", "n_files"),
         disk_deleted=count("disk", "n_deleted"),
         disk_failed=count("disk", "n_failed"),
+        disk_unusable=int(bool(unusable_reason(answer))),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.adapters.metrics import BlockStore
+from evoke_proxy.core.servers.disk_status import UNUSABLE
 from evoke_proxy.core.session.audit import advice
 from evoke_proxy.engine.admin.exposition import block_store
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
@@ -33,10 +34,10 @@ class Overview:
         `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
         of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
         have the bytes `used` and their `budget`, summed; null where no server has the store.
-        `problems` names each server where a configured budget, key or directory of snapshots is
-        not in force, and the fix. `audits` has for each budget how many answers of the sessions
-        were audited, and how many of these have another most probable token without eviction.
-        Counts are those since the start of the proxy.
+        `problems` names each server where a configured budget, key, disk tier or directory of
+        snapshots is not in force, and the fix. `audits` has for each budget how many answers of the
+        sessions were audited, and how many of these have another most probable token without
+        eviction. Counts are those since the start of the proxy.
         """
         served = self._proxy.served_models
         answers = await asyncio.gather(*(self._store_of(one) for one in served))
@@ -97,6 +98,13 @@ def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
                 "reason": status.reason,
                 "problem": status.problem,
                 "fix": status.fix,
+            }
+        if disk := monitor.disk_problem:
+            yield {
+                "server": one.server_name,
+                "reason": f"disk_{UNUSABLE}",
+                "problem": disk.problem,
+                "fix": disk.fix,
             }
         if trouble := one.server.strategy.problem:
             yield {

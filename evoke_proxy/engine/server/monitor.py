@@ -16,6 +16,7 @@ from evoke_proxy.adapters.llama.client import KeyProblem, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
+from evoke_proxy.core.servers.disk_status import UNUSABLE, DiskProblem, disk_problem
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, slots_in_words
 from evoke_proxy.errors import (
     STATUS_LOADING,
@@ -176,7 +177,7 @@ class ServerMonitor:
     @property
     def is_degraded(self) -> bool:
         """Whether it serves requests otherwise than configured, for a reason of `/evoke/ready`."""
-        if self.key_problem is not None:
+        if self.key_problem is not None or self.disk_problem is not None:
             return True
         return self.server.obstacle != "unreachable" and self.budget.is_degraded
 
@@ -188,6 +189,20 @@ class ServerMonitor:
         """
         reason = "" if self._is_locked_out else self.budget.reason
         return {"ok": True, "detail": self.describe(), "reason": reason}
+
+    @property
+    def disk_problem(self) -> DiskProblem | None:
+        """Why the server does not use the disk tier that it was started with; None if it does."""
+        return disk_problem(self.server.disk_unusable)
+
+    def check_disk(self) -> dict[str, Any] | None:
+        """The readiness check of the disk tier; None unless it cannot be used.
+
+        It is ok, because requests are served.
+        """
+        if (problem := self.disk_problem) is None:
+            return None
+        return {"ok": True, "detail": problem.warning, "reason": UNUSABLE}
 
     def describe(self) -> str:
         """One line for a person: the server, and what the proxy does for its requests."""
@@ -228,6 +243,8 @@ class ServerMonitor:
         """Log what the proxy does at this server; as a warning if that is not as configured."""
         is_fine = self.server.patched and not self.budget.problem
         _log.log(logging.INFO if is_fine else logging.WARNING, "%s", self.describe())
+        if problem := self.disk_problem:
+            _log.warning("llama-server at %s: %s", self._client.url, problem.warning)
 
     @property
     def _is_locked_out(self) -> bool:
