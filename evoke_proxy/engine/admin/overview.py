@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import LATEST
@@ -29,7 +30,7 @@ class Overview:
         self._stores: dict[str, BlockStore] = {}
 
     async def read(self) -> dict[str, Any]:
-        """The totals as a JSON object.
+        """The totals as a JSON object; the server is asked whether it runs.
 
         `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
         of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
@@ -40,6 +41,8 @@ class Overview:
         eviction. Counts are those since the start of the proxy.
         """
         served = self._proxy.served_models
+        if self._proxy.pool_control is None:  # the servers of a pool are checked all the time
+            await _notice(served[0])
         answers = await asyncio.gather(*(self._store_of(one) for one in served))
         stores = [store for store in answers if store is not None]
         return self._proxy.metrics.totals() | {
@@ -66,6 +69,13 @@ class Overview:
             return self._stores.get(served.server_name)
         store = self._stores[served.server_name] = block_store(answer)
         return store
+
+
+async def _notice(served: ServedModel) -> None:
+    """Find out whether the server has ended or started: without requests nothing else asks it."""
+    with suppress(EvokeError, TimeoutError):
+        async with asyncio.timeout(_STORE_TIMEOUT_S):
+            await served.server.monitor.query()
 
 
 def _store(stores: Sequence[BlockStore], tier: str, loss: str) -> dict[str, int] | None:

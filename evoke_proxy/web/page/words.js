@@ -35,8 +35,8 @@ export function health(status, isConnected, problems) {
   return [status.mode === "pass-through" || status.degraded ? "plain" : "good", names[status.mode] ?? status.mode];
 }
 
-export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; the proxy notices within"
-  + " seconds, and its log names the address that it tries. Sessions are shown as they were last seen.";
+export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; this page notices within"
+  + " 20 seconds, and the log of the proxy names the address that it tries. Sessions are shown as they were last seen.";
 
 const BLANKS = {
   budgeted: "This part will show which parts of the conversation are in the KV cache, which are saved, and what each turn cost.",
