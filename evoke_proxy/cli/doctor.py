@@ -51,6 +51,10 @@ EXAMPLES = """examples:
 DENSE, RECURRENT, WINDOWED, UNKNOWN = "dense", "extend-only", "windowed", "unknown"
 NEVER_RESTORED = "never-restored"
 
+# The line about a server at which the proxy would keep neither a budget nor snapshots.
+_PASS_THROUGH = (
+    "proxy      would only forward requests to this server, until one of the changes below is made"
+)
 _FILE_NAME = "doctor.evoke-part"
 # Tokens of the context that the test prompt leaves free.
 _FREE_TOKENS = 64
@@ -117,6 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines = _report(findings) if findings is not None else _header(server)
         lines += doctor_eviction.report(eviction)
+        if eviction.store is None and (findings is None or findings.no_files):
+            lines.append(_PASS_THROUGH)
         lines += [f"change     {text}" for text in changes or ["nothing"]]
         print("\n".join([*lines, *(f"consider   {text}" for text in hints)]))
     return 1 if changes else 0

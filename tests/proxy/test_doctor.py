@@ -188,6 +188,8 @@ def test_doctor_recommends_the_patched_server_on_a_stock_server(
     assert not report["eviction"]["is_patched"]
     assert [text for text in report["hints"] if "evoke-proxy build-server" in text]
     assert not [text for text in report["advice"] if "snapshots.directory is not set" in text]
+    main(["doctor", "--upstream", f"http://127.0.0.1:{stock_port}", "--tokens", "100"])
+    assert "proxy      would only forward requests to this server" in capsys.readouterr().out
 
 
 def test_doctor_exits_with_2_if_the_server_cannot_be_reached(

@@ -220,7 +220,7 @@ class ServerMonitor:
             what = "Every request passes through"
             if directory := self.config.snapshots.directory:
                 what = f"Chats keep their slots on disk if llama-server saves slots to {directory}"
-            advice = problem or self._advice()
+            advice = f"{problem or self._advice()}{self._advice_on_snapshots()}"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted{advice}"
             )
@@ -236,7 +236,17 @@ class ServerMonitor:
             return "; patches/SUPPORT.md lists what works"
         return (
             "; to evict, build the patched llama-server with `evoke-proxy build-server` and start"
-            " it with --evoke-ram"
+            " it with --evoke-ram (`evoke-proxy up` does both)"
+        )
+
+    def _advice_on_snapshots(self) -> str:
+        """How a server without block calls keeps conversations, if nothing else does."""
+        if self.config.snapshots.directory:
+            return ""
+        return (
+            ". To keep the cache of each conversation on disk with this llama-server, start it with"
+            " --slot-save-path DIR and set snapshots.directory to DIR; `evoke-proxy doctor"
+            f" --upstream {self._client.url}` tests it"
         )
 
     def log_description(self) -> None:

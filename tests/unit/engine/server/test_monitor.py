@@ -11,7 +11,7 @@ import virtual_time
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config, PolicyConfig, UpstreamConfig
+from evoke_proxy.config import Config, PolicyConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import (
@@ -176,6 +176,11 @@ def test_a_server_that_cannot_evict_is_described_once_with_what_to_do(
     text = monitor.describe()
     assert f"nothing is evicted{advice}" in text
     assert text.count("build-server") <= 1
+    assert "start it with --slot-save-path DIR and set snapshots.directory to DIR" in text
+    assert f"`evoke-proxy doctor --upstream {config.upstream.url}`" in text
+    snapshots = SnapshotsConfig(directory="/slots")
+    monitor.config = Config(policy=PolicyConfig(budget=budget), snapshots=snapshots)
+    assert "--slot-save-path" not in monitor.describe()
 
 
 def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:
