@@ -31,6 +31,8 @@ from evoke_proxy.errors import (
 _log = logging.getLogger(__name__)
 # Code of the readiness check where llama-server refuses the proxy's own calls.
 KEY_REFUSED = "api_key"
+# Seconds until the same failure of a query is logged again.
+_WARN_INTERVAL_S = 60.0
 
 
 class ServerMonitor:
@@ -64,6 +66,8 @@ class ServerMonitor:
         self._lock = asyncio.Lock()
         # The event loop time before which `ensure_current` does not query a silent server.
         self._retry_at = 0.0
+        # What was logged last about a server that does not answer, and when it is logged again.
+        self._warned, self._warn_again_at = "", 0.0
 
     async def query(self) -> None:
         """Query the server now; raises UpstreamError when it does not answer."""
@@ -73,9 +77,9 @@ class ServerMonitor:
     async def ensure_current(self, client: LlamaClient | None = None) -> None:
         """Query the server if it is unknown or in doubt, with the key of `client` if it is given.
 
-        Failures are only logged. A server that refuses does so at once, and is queried every time.
-        A silent server delays a request by the connect timeout, and is then not queried for
-        `upstream.probe_interval_s`.
+        Failures are only logged, the same one once a minute. A server that refuses does so at once,
+        and is queried every time. A silent server delays a request by the connect timeout, and is
+        then not queried for `upstream.probe_interval_s`.
         """
         if self._is_certain():
             return
@@ -88,10 +92,16 @@ class ServerMonitor:
             except UpstreamTimeout as error:
                 loop = asyncio.get_running_loop()
                 self._retry_at = loop.time() + self.config.upstream.probe_interval_s
-                _log.warning("%s", error)
+                self._warn(str(error), now)
             except EvokeError as error:
                 is_own = client is None
-                _log.warning("%s", self.key_problem if is_own and self.key_problem else error)
+                self._warn(str(self.key_problem if is_own and self.key_problem else error), now)
+
+    def _warn(self, message: str, now: float) -> None:
+        """Log why the server does not answer; once a minute, because every request finds it out."""
+        if message != self._warned or now >= self._warn_again_at:
+            self._warned, self._warn_again_at = message, now + _WARN_INTERVAL_S
+            _log.warning("%s", message)
 
     def doubt(self) -> None:
         """Make the next `ensure_current` query the server: it may be another instance now."""
@@ -263,6 +273,7 @@ class ServerMonitor:
     def _learn(self, server: ServerInfo) -> None:
         before, ended = self._latest, self._has_ended
         self.server, self._latest, self._has_ended = server, server, False
+        self._warned = ""
         ended &= not server.instance  # an instance id is compared instead
         if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
             for listener in self.on_start:

@@ -183,6 +183,25 @@ def test_a_server_that_cannot_evict_is_described_once_with_what_to_do(
     assert "--slot-save-path" not in monitor.describe()
 
 
+def test_the_same_failure_is_logged_once_a_minute_until_the_server_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loading = UpstreamRejected(503, b"loading")
+    answers = [REFUSED, REFUSED, loading, loading, REFUSED, REFUSED, REFUSED, FIRST, REFUSED]
+    monitored = MonitoredServer(list(answers))
+
+    async def run() -> None:
+        for seconds in (0, 1, 1, 1, 1, 40, 30, 1, 1):
+            await asyncio.sleep(seconds)
+            monitored.monitor.doubt()
+            await monitored.monitor.ensure_current()
+
+    virtual_time.run(run())
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    refused, other = str(REFUSED), str(loading)
+    assert warnings == [refused, other, refused, refused, refused]
+
+
 def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:
     config = Config(policy=PolicyConfig(budget=4096))
     monitor = ServerMonitor(LlamaClient(config.upstream), config, Metrics())
