@@ -412,7 +412,12 @@ class BudgetedStrategy(CacheStrategy):
         metrics.drifts.labels(cause=drift.cause).inc()
         metrics.drift_tokens.labels(cause=drift.cause).inc(cost)
         count, total = conversation.budgeted_history.drifted(drift, cost)
-        _log.info("session %s: %s, %d tokens decoded again", conversation.id, drift.summary(), cost)
+        _log.info(
+            "session %s does not continue its previous prompt: %s, %d tokens decoded again",
+            conversation.id,
+            drift.text,
+            cost,
+        )
         if count == _FREQUENT and drift.cause in REMEDIES:
             _log.warning(
                 "session %s: %s for the third time, %d tokens decoded again: %s",

@@ -335,7 +335,7 @@ class SnapshotStrategy(CacheStrategy):
         _log.info(
             "session %s does not continue its previous prompt: %s",
             conversation.id,
-            change.summary(),
+            change.text,
         )
 
     async def before_forwarding(self, calls: ServerCalls) -> None:
