@@ -120,6 +120,6 @@ def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
             yield {
                 "server": one.server_name,
                 "reason": trouble.code,
-                "problem": f"snapshots are off: {trouble.text}",
+                "problem": trouble.problem,
                 "fix": trouble.fix,
             }

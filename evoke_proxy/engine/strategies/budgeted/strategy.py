@@ -87,13 +87,14 @@ class BudgetedStrategy(CacheStrategy):
     def description(self) -> str:
         """See CacheStrategy; "" where the model needs no saved slots, and before one was saved."""
         saving = self._records.saving
+        if self.problem is not None:
+            return self.problem.described
         return saving.describe() if saving is not None else ""
 
     @property
     def problem(self) -> StrategyProblem | None:
         """See CacheStrategy: why slots are not saved, where the model needs that."""
-        saving = self._records.saving
-        return saving.problem if saving is not None else None
+        return self._records.saving_problem
 
     def _check_saving(self) -> None:
         """Check in the background whether slots are saved, if that is due."""
@@ -111,7 +112,7 @@ class BudgetedStrategy(CacheStrategy):
             await saving.run(self._server.calls.stock)
         except EvokeError as error:
             return f"snapshots: not known yet ({error})"
-        return saving.describe()
+        return self.description
 
     async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
         """See CacheStrategy."""
