@@ -9,7 +9,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -115,7 +115,13 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments; `server_options` are the words after `--`, wherever other options stand."""
     chosen = next((word for word in words if not word.startswith("-")), None)
     if not any(command.name == chosen and command.takes_server_options for command in COMMANDS):
-        return build_parser(words).parse_args(words)
+        whole = build_parser(words)
+        if chosen is None or words[0] != chosen or chosen not in whole.commands:
+            return whole.parse_args(words)
+        # For `parse_args` an option before an optional argument, as in `keys add --file FILE NAME`,
+        # means that the argument is missing.
+        result = argparse.Namespace(command=chosen)
+        return whole.commands[chosen].parse_intermixed_args(words[1:], result)
     end = words.index("--") if "--" in words else len(words)
     parser = build_parser(words)
     arguments, unknown = parser.parse_known_args(words[:end])
@@ -126,7 +132,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str]) -> _Parser:
     """Build the parser; only the command in `words` gets its arguments, and its module imported."""
     parser = _Parser(prog="evoke-proxy", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"evoke-proxy {__version__}")
@@ -134,11 +140,11 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
     chosen = next((word for word in words if not word.startswith("-")), None)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary)
-        subparser.takes_any_order = not command.takes_server_options
         if command.name == chosen:
             module = _load(command.name)
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
             module.add_arguments(subparser)
+    parser.commands = subparsers.choices
     return parser
 
 
@@ -151,21 +157,10 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that keeps the line breaks of descriptions and examples.
 
     Attributes:
-        takes_any_order: Whether options may stand between two arguments, as in `keys add --file F
-            NAME`. argparse itself then takes an optional second argument for missing.
+        commands: The parsers of the commands, by name.
     """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
-        self.takes_any_order = False
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """See ArgumentParser, which calls this for each command."""
-        if not self.takes_any_order:
-            return super().parse_known_args(args, namespace)
-        self.takes_any_order = False  # the method below calls this one
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self.takes_any_order = True
+        self.commands: Mapping[str, argparse.ArgumentParser] = {}

@@ -67,7 +67,7 @@ class ServerMonitor:
         # The event loop time before which `ensure_current` does not query a silent server.
         self._retry_at = 0.0
         # What was logged last about a server that does not answer, and when it is logged again.
-        self._warned, self._warn_again_at = "", 0.0
+        self._warned, self._next_warning_at = "", 0.0
 
     async def query(self) -> None:
         """Query the server now; raises UpstreamError when it does not answer."""
@@ -99,8 +99,8 @@ class ServerMonitor:
 
     def _warn(self, message: str, now: float) -> None:
         """Log why the server does not answer; once a minute, because every request finds it out."""
-        if message != self._warned or now >= self._warn_again_at:
-            self._warned, self._warn_again_at = message, now + _WARN_INTERVAL_S
+        if message != self._warned or now >= self._next_warning_at:
+            self._warned, self._next_warning_at = message, now + _WARN_INTERVAL_S
             _log.warning("%s", message)
 
     def doubt(self) -> None:
