@@ -31,6 +31,8 @@ from evoke_proxy.errors import (
 _log = logging.getLogger(__name__)
 # Code of the readiness check where llama-server refuses the proxy's own calls.
 KEY_REFUSED = "api_key"
+# Most seconds that a readiness check waits for the server, as a health check of a pool does.
+_CHECK_S = 5.0
 # Seconds until the same failure of a query is logged again.
 _WARN_INTERVAL_S = 60.0
 
@@ -158,9 +160,22 @@ class ServerMonitor:
         self._learn(server)
 
     async def check(self) -> dict[str, Any]:
-        """The readiness check of the server; see `ProxyGateway` for its members."""
+        """The readiness check of the server; see `ProxyGateway` for its members.
+
+        It waits less than `upstream.call_timeout_s`, because who asks gives up before.
+        """
         try:
-            await self.query()
+            async with asyncio.timeout(_CHECK_S):
+                await self.query()
+        except TimeoutError:
+            url = self._client.url
+            silent = UpstreamTimeout(
+                f"llama-server at {url} did not answer within {_CHECK_S:g} s: see whether it hangs,"
+                " and its log",
+                url,
+            )
+            self.record_failed_call(silent)
+            return {"ok": False, "detail": str(silent)}
         except EvokeError as error:
             return self.check_key() or {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._client.url} answers"}

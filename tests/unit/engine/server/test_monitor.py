@@ -202,6 +202,27 @@ def test_the_same_failure_is_logged_once_a_minute_until_the_server_answers(
     assert warnings == [refused, other, refused, refused, refused]
 
 
+def test_a_readiness_check_of_a_hanging_server_ends_after_seconds() -> None:
+    monitored = MonitoredServer([FIRST])
+
+    async def hang() -> ServerInfo:
+        await asyncio.sleep(60)
+        raise UpstreamTimeout("silent")
+
+    async def run() -> tuple[float, dict[str, Any]]:
+        assert (await monitored.monitor.check())["ok"]
+        monitored.upstream.info = hang
+        check = await monitored.monitor.check()
+        return asyncio.get_running_loop().time(), check
+
+    elapsed, check = virtual_time.run(run())
+    assert elapsed == 5 and not check["ok"] and "did not answer within 5 s" in check["detail"]
+    assert monitored.monitor.server is UNKNOWN_SERVER
+    monitored.upstream.info = monitored._info
+    assert monitored.check(False) == [FIRST], "the same process answers again"
+    assert monitored.monitor.server is FIRST
+
+
 def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:
     config = Config(policy=PolicyConfig(budget=4096))
     monitor = ServerMonitor(LlamaClient(config.upstream), config, Metrics())
