@@ -76,6 +76,7 @@ class BlockStore:
         disk_deleted: Number of files deleted since the server's start, to make room or because they
             were damaged.
         disk_failed: Number of failed writes to disk since the server's start.
+        disk_unusable: 1 if the server was started with a disk tier and cannot use its directory.
     """
 
     ram_used: int = 0
@@ -86,6 +87,7 @@ class BlockStore:
     disk_files: int = 0
     disk_deleted: int = 0
     disk_failed: int = 0
+    disk_unusable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,18 @@ _STORE_METRICS = {
         "Saved blocks that llama-server could not write to disk.",
         True,
     ),
+    "disk_unusable": (
+        "evoke_disk_unusable",
+        "1 if llama-server cannot use the directory of --evoke-disk; /evoke/ready gives the"
+        " reason.",
+        False,
+    ),
 }
 assert _STORE_METRICS.keys() == {item.name for item in fields(BlockStore)}
 
 
 class _StoreCollector(Collector):
-    """Exports the state of the block stores, as the servers reported it at the latest scrape.
+    """Exports the state of the block stores, as each server reported it last.
 
     Attributes:
         stores: The block stores by name of the server; the name is empty for a single server.

@@ -1,4 +1,4 @@
-"""Says why an address cannot be listened at, and which process listens there.
+"""Says why an address cannot be listened at, which process listens there, and with which option.
 
 The process is found on Linux only; on other systems it stays unknown.
 """
@@ -45,13 +45,40 @@ def owner_of(port: int) -> str:
 
     Returns "another process" when the system does not show that process to this user.
     """
+    process = _process_at(port)
+    with contextlib.suppress(OSError):
+        if process is not None:
+            name = (process / "comm").read_text("utf-8", "replace").strip()
+            return f"process {process.name} ({name})"
+    return "another process"
+
+
+def directory_option_of(port: int, option: str) -> Path | None:
+    """Return the directory that the process which listens on a TCP port was started with.
+
+    None when its command line does not have `option`, when that directory does not exist for this
+    process, or when the system does not show the process to this user.
+    """
+    process = _process_at(port)
+    if process is None:
+        return None
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        value = os.fsdecode(words[words.index(option.encode()) + 1])
+        directory = Path(os.readlink(process / "cwd"), value)
+    except (OSError, ValueError, IndexError):
+        return None
+    return directory if value and directory.is_dir() else None
+
+
+def _process_at(port: int) -> Path | None:
+    """Return the folder in /proc of the process that listens on a port; None if that is unknown."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for handles in _PROC.glob("[0-9]*/fd") if sockets else ():
         with contextlib.suppress(OSError):
             if any(os.readlink(handle) in sockets for handle in handles.iterdir()):
-                name = (handles.parent / "comm").read_text("utf-8", "replace").strip()
-                return f"process {handles.parent.name} ({name})"
-    return "another process"
+                return handles.parent
+    return None
 
 
 def _inodes(port: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ from evoke_proxy.cli import serve
 from evoke_proxy.config import AUTO, Config
 from evoke_proxy.config.loader import risks_of
 from evoke_proxy.core.servers.budget_status import budget_status
+from evoke_proxy.core.servers.disk_status import disk_problem
 from evoke_proxy.core.servers.server_info import ServerInfo, slots_in_words
 from evoke_proxy.errors import EvokeError
 
@@ -98,7 +99,9 @@ async def _server(config: Config, url: str) -> tuple[str, str]:
     in_force = f"; {status.text}" if info.patched else ""
     if not info.patched and config.policy.budget == AUTO:
         in_force = f", so nothing is evicted; to evict, {_TO_EVICT}"
-    return f"{_described(info)}{in_force}", status.warning
+    disk = disk_problem(info.disk_unusable)
+    warnings = (status.warning, disk.warning if disk is not None else "")
+    return f"{_described(info)}{in_force}", "; ".join(filter(None, warnings))
 
 
 def _described(info: ServerInfo) -> str:

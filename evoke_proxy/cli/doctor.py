@@ -14,15 +14,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
+from evoke_proxy.adapters.port_owner import directory_option_of
 from evoke_proxy.adapters.snapshot_files import SnapshotFiles
 from evoke_proxy.cli import doctor_eviction
 from evoke_proxy.cli.doctor_eviction import Eviction
+from evoke_proxy.cli.plan import count
 from evoke_proxy.config import Config, load
+from evoke_proxy.config.schema import is_loopback
 from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.server_info import ServerInfo, slots_in_words
@@ -50,6 +54,10 @@ EXAMPLES = """examples:
 DENSE, RECURRENT, WINDOWED, UNKNOWN = "dense", "extend-only", "windowed", "unknown"
 NEVER_RESTORED = "never-restored"
 
+# The line about a server at which the proxy would keep neither a budget nor snapshots.
+_PASS_THROUGH = (
+    "proxy      would only forward requests to this server, until one of the changes below is made"
+)
 _FILE_NAME = "doctor.evoke-part"
 # Tokens of the context that the test prompt leaves free.
 _FREE_TOKENS = 64
@@ -67,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=count,
         default=2000,
         metavar="N",
         help="length of the test prompt, tokens (default: 2000)",
@@ -106,8 +114,8 @@ def run(arguments: argparse.Namespace) -> int:
     if findings is not None:
         changes += advice(findings, gets_blocks=eviction.lacks_ram)
     hints = doctor_eviction.hints(eviction)
-    if findings is not None and not findings.no_saves and findings.no_files:
-        hints.append(f"delete {_FILE_NAME}, which this test left in the directory of"
+    if findings is not None and findings.leaves_file:
+        hints.append(f"delete {_FILE_NAME} (some bytes), which this test left in the directory of"
                      " --slot-save-path")  # fmt: skip
     if arguments.json:
         summary = {"memory": findings.reuse.memory} if findings is not None else {}
@@ -116,6 +124,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         lines = _report(findings) if findings is not None else _header(server)
         lines += doctor_eviction.report(eviction)
+        if eviction.store is None and (findings is None or findings.no_files):
+            lines.append(_PASS_THROUGH)
         lines += [f"change     {text}" for text in changes or ["nothing"]]
         print("\n".join([*lines, *(f"consider   {text}" for text in hints)]))
     return 1 if changes else 0
@@ -149,8 +159,23 @@ async def _examine(config: Config, n_tokens: int) -> tuple[Server, Findings | No
             "doctor: decoding test prompts in an idle slot; a large model takes minutes for that",
             file=sys.stderr,
         )
-        directory = config.snapshots.directory
-        return server, await _Examination(client, directory, n_tokens).findings()
+        examination = _Examination(client, config.snapshots.directory, n_tokens)
+        return server, _cleaned(await examination.findings(), config.upstream.url)
+
+
+def _cleaned(findings: Findings, url: str) -> Findings:
+    """Delete the test file that the server left in its own directory, if that is found here."""
+    address = urlsplit(url)
+    if findings.no_saves or not findings.no_files or not is_loopback(address.hostname or ""):
+        return findings
+    directory = directory_option_of(address.port or 80, "--slot-save-path")
+    if directory is None:
+        return findings
+    try:
+        (directory / _FILE_NAME).unlink()
+    except OSError:
+        return replace(findings, slot_directory=str(directory))
+    return replace(findings, slot_directory=str(directory), leaves_file=False)
 
 
 def _context(props: Mapping[str, Any]) -> int:
@@ -243,6 +268,9 @@ class Findings:
         speeds: Times of decoding, saving and restoring.
         kv_types: Types of keys and values, from a slot file; None without one.
         flash_attention: Whether flash attention is on, from a slot file; None without one.
+        slot_directory: The directory that the server saves slots to, where the proxy cannot read
+            its files; empty when it is unknown.
+        leaves_file: Whether the test has left a file there, without the contents of the slot.
     """
 
     build: str
@@ -260,6 +288,8 @@ class Findings:
     speeds: Speeds
     kv_types: tuple[str, str] | None = None
     flash_attention: bool | None = None
+    slot_directory: str = ""
+    leaves_file: bool = False
 
 
 def advice(findings: Findings, *, gets_blocks: bool = False) -> list[str]:
@@ -274,8 +304,9 @@ def advice(findings: Findings, *, gets_blocks: bool = False) -> list[str]:
     rules = (
         (bool(findings.no_saves) and not gets_blocks, "start it with --slot-save-path DIR, and set"
          " snapshots.directory to DIR: otherwise nothing survives a restart"),
-        (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to the"
-         f" directory that the server saves slots to: {findings.no_files}"),
+        (not findings.no_saves and bool(findings.no_files), "set snapshots.directory to"
+         f" {findings.slot_directory or 'the directory that the server saves slots to'}:"
+         f" {findings.no_files}"),
         (memory == NEVER_RESTORED, "start it with --swa-full: without it a restore saves little or"
          " nothing"),
         (findings.reuse.full, "start it without --swa-full, which snapshots do not need: a slot"
@@ -358,6 +389,9 @@ class _Examination:
         self._api = StockApi(client)
         self._directory = directory
         self._n_tokens = n_tokens
+        # The directory of the test file, if this process can read it, and whether there is a file.
+        self._files: SnapshotFiles | None = None
+        self._has_saved = False
 
     async def findings(self) -> Findings:
         """Run all tests; raises ConfigError when no slot is idle, EvokeError when a call fails."""
@@ -370,8 +404,7 @@ class _Examination:
             ram_cache = await self._has_ram_cache(slot, prompts)
             clears_idle = await self._clears_idle_slots(slot, prompts)
         finally:
-            with suppress(UpstreamRejected):  # refused without --slot-save-path
-                await self._api.erase(slot)
+            await self._clean(slot)
         plain = await probe_template(self._api, False) or Stability(False, False)
         cache = copies.cache
         return Findings(
@@ -390,7 +423,18 @@ class _Examination:
             speeds=copies.speeds,
             kv_types=cache.type_names if cache is not None else None,
             flash_attention=not cache.transposed if cache is not None else None,
+            leaves_file=self._has_saved and self._files is None,
         )
+
+    async def _clean(self, slot: int) -> None:
+        """Empty the slot, and delete the test file or, where that is impossible, its contents."""
+        with suppress(EvokeError):  # refused without --slot-save-path
+            await self._api.erase(slot)
+        if self._files is not None:
+            self._files.discard(_FILE_NAME)
+        elif self._has_saved:
+            with suppress(EvokeError):
+                await self._api.save(slot, _FILE_NAME)
 
     async def _idle_slot(self) -> int:
         slots = await self._api.list_slots()
@@ -452,8 +496,6 @@ class _Examination:
         restored_extends = await self._cached(slot, prompts.longer)
         restored = await self._api.restore(slot, _FILE_NAME)
         restored_edited = await self._cached(slot, prompts.edited)
-        if files is not None:
-            files.discard(_FILE_NAME)
         return _CopyFindings(
             reuse=replace(
                 reuse,
@@ -477,9 +519,11 @@ class _Examination:
     async def _save(self, slot: int) -> tuple[SlotCopy | None, str]:
         """Save a slot; returns None and the reason when the server refuses."""
         try:
-            return await self._api.save(slot, _FILE_NAME), ""
+            saved = await self._api.save(slot, _FILE_NAME)
         except UpstreamRejected as error:
             return None, str(error.error.get("message") or error)
+        self._has_saved = True
+        return saved, ""
 
     def _receive(self, saved: SlotCopy | None) -> _Received:
         """Find a saved file in the directory, and measure how long its verification takes."""
@@ -494,6 +538,7 @@ class _Examination:
         except (SnapshotUnusable, OSError) as error:
             missing = f"{self._directory} does not exist on this machine"
             return _Received(reason=str(error) if Path(self._directory).is_dir() else missing)
+        self._files = files
         return _Received(files, time.monotonic() - started)
 
     async def _has_ram_cache(self, slot: int, prompts: _Prompts) -> bool:

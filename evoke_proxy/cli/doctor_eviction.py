@@ -20,6 +20,7 @@ from evoke_proxy.config import AUTO, Config
 from evoke_proxy.config.schema import is_loopback
 from evoke_proxy.core.request.look_ahead import Stability
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status
+from evoke_proxy.core.servers.disk_status import disk_problem, unusable_reason
 from evoke_proxy.core.servers.server_info import trained_context
 from evoke_proxy.engine.strategies.snapshots.server_probe import probe_template
 from evoke_proxy.errors import EvokeError, UpstreamRejected
@@ -45,7 +46,9 @@ class StoreState:
         disk_budget: Disk space that the server may use (--evoke-disk); 0 without a disk tier.
         disk_used: Disk space in use; 0 without a disk tier.
         disk_deleted: Number of files that were deleted to make room, or because of damage.
+        disk_failed: Number of saved blocks that could not be written to disk.
         disk_problem: Why the disk tier cannot be used, or its last error; empty without a problem.
+        is_disk_usable: False if it cannot be used, or if there is none.
         row_bytes: KV bytes of one token.
         host_free: Free memory of this machine; None when llama-server runs on another one, or when
             this machine does not report it.
@@ -57,7 +60,9 @@ class StoreState:
     disk_budget: int = 0
     disk_used: int = 0
     disk_deleted: int = 0
+    disk_failed: int = 0
     disk_problem: str = ""
+    is_disk_usable: bool = True
     row_bytes: int = 0
     host_free: int | None = None
 
@@ -163,15 +168,19 @@ def changes(found: Eviction, config: Config) -> list[str]:
         is_wanted = budget is not None and budget != AUTO
         return [*missing, *([found.budget.warning] if is_wanted else ())]
     store = found.store
+    unusable = disk_problem("" if store.is_disk_usable else store.disk_problem)
     rules = (
         (bool(found.budget.problem), found.budget.warning),
         (not found.can_exceed_cells and found.budget.tokens is None
          and found.logical_context > found.n_ctx, f"a chat longer than {found.n_ctx} tokens is"
          f" refused: start llama-server with --ctx-logical {found.logical_context} (`evoke-proxy"
          f" up --context {found.logical_context}`)"),
-        (bool(store.disk_budget or store.disk_problem) and bool(store.disk_problem),
-         f"the disk tier does not work ({store.disk_problem}): make its directory writable for the"
-         " server's user, with mode 0700, and leave room there"),
+        (unusable is not None, unusable.warning if unusable is not None else ""),
+        (store.is_disk_usable and bool(store.disk_problem), "the disk tier has failed since"
+         f" llama-server started: {store.disk_failed} blocks were not written, the last error was"
+         f" {store.disk_problem!r}. Make room on its disk, and leave its directory to the server's"
+         " user, with mode 0700. If that is done already, it works again, and a restart of"
+         " llama-server clears this message"),
         (not store.disk_budget and not store.disk_problem, "a restart of llama-server loses every"
          f" conversation: start it with --evoke-disk DIR:{_DISK_MIB} (MiB)"),
         (found.evicted_bytes > store.ram_budget + store.disk_budget, "full conversations in all"
@@ -245,6 +254,7 @@ def report(found: Eviction) -> list[str]:
             f"embedder   {found.encoder}",
             f"thoughts   {found.thoughts}",
         ]
+    fault = f"{'last error: ' if store.is_disk_usable else ''}{store.disk_problem}"
     disk = f"{_mib(store.disk_used)} of {_mib(store.disk_budget)}" if store.disk_budget else "none"
     host = "" if store.host_free is None else f"; this machine has {_mib(store.host_free)} left"
     return [
@@ -252,7 +262,7 @@ def report(found: Eviction) -> list[str]:
         f"budget     {found.budget.problem or found.budget.text}",
         f"memory     {_mib(store.ram_used)} of {_mib(store.ram_budget)} hold saved blocks,"
         f" {store.ram_dropped} were dropped{host}",
-        f"disk       {disk}{f' ({store.disk_problem})' if store.disk_problem else ''}",
+        f"disk       {disk}{f' ({fault})' if store.disk_problem else ''}",
         f"embedder   {found.encoder}",
         f"thoughts   {found.thoughts}",
     ]
@@ -279,7 +289,9 @@ def parse_store(answer: Mapping[str, Any], host_free: int | None) -> StoreState:
         disk_budget=int(tier.get("budget") or 0),
         disk_used=int(tier.get("used") or 0),
         disk_deleted=int(tier.get("n_deleted") or 0),
-        disk_problem=str(tier.get("unusable") or tier.get("last_error") or ""),
+        disk_failed=int(tier.get("n_failed") or 0),
+        disk_problem=unusable_reason(answer) or str(tier.get("last_error") or ""),
+        is_disk_usable=isinstance(disk, dict) and not unusable_reason(answer),
         row_bytes=int(answer.get("row_bytes") or 0),
         host_free=host_free,
     )

@@ -9,7 +9,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -115,7 +115,13 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     """The arguments; `server_options` are the words after `--`, wherever other options stand."""
     chosen = next((word for word in words if not word.startswith("-")), None)
     if not any(command.name == chosen and command.takes_server_options for command in COMMANDS):
-        return build_parser(words).parse_args(words)
+        whole = build_parser(words)
+        if chosen is None or words[0] != chosen or chosen not in whole.commands:
+            return whole.parse_args(words)
+        # For `parse_args` an option before an optional argument, as in `keys add --file FILE NAME`,
+        # means that the argument is missing.
+        result = argparse.Namespace(command=chosen)
+        return whole.commands[chosen].parse_intermixed_args(words[1:], result)
     end = words.index("--") if "--" in words else len(words)
     parser = build_parser(words)
     arguments, unknown = parser.parse_known_args(words[:end])
@@ -126,7 +132,7 @@ def _parsed(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str]) -> _Parser:
     """Build the parser; only the command in `words` gets its arguments, and its module imported."""
     parser = _Parser(prog="evoke-proxy", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"evoke-proxy {__version__}")
@@ -138,6 +144,7 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
             module = _load(command.name)
             subparser.description, subparser.epilog = module.DESCRIPTION, module.EXAMPLES
             module.add_arguments(subparser)
+    parser.commands = subparsers.choices
     return parser
 
 
@@ -147,8 +154,13 @@ def _load(name: str) -> CommandModule:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that keeps the line breaks of descriptions and examples."""
+    """An argument parser that keeps the line breaks of descriptions and examples.
+
+    Attributes:
+        commands: The parsers of the commands, by name.
+    """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(**options)
+        self.commands: Mapping[str, argparse.ArgumentParser] = {}

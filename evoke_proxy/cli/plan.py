@@ -25,6 +25,7 @@ from evoke_proxy.core.servers.memory_plan import (
     ModelShape,
     PlanOptions,
     make_plan,
+    mib_in_words,
 )
 from evoke_proxy.errors import ConfigError
 from evoke_proxy.server_build import BuildError, finished_server_path
@@ -352,8 +353,9 @@ def _savings(plan: MemoryPlan) -> list[tuple[str, str]]:
 
 def _shared(mib: int, plan: MemoryPlan) -> str:
     """Describe MiB that all sessions share."""
-    share = f", {mib // plan.sessions} for each" if plan.sessions > 1 else ""
-    return f"{mib} MiB for all sessions{share}"
+    total, share = mib_in_words(mib), mib_in_words(mib // plan.sessions)
+    each = share.removesuffix(f" {total.split()[1]}")  # the same unit is written once
+    return f"{total} for all sessions" + (f", {each} for each" if plan.sessions > 1 else "")
 
 
 def _budget(plan: MemoryPlan, wanted: int | str | None) -> str:

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if adds or arguments.action == "export":
             return _move(repository, config, arguments)
-        return _run_action(repository, arguments)
+        return _run_action(repository, config, arguments)
     finally:
         repository.close()
 
@@ -172,7 +172,7 @@ def _move(repository: SnapshotRepository, config: Config, arguments: argparse.Na
             return _import(repository, config, arguments)
         if arguments.key_file:
             return _export_sealed(repository, config, arguments)
-        return _run_action(repository, arguments)
+        return _run_action(repository, config, arguments)
     except OSError as error:
         file = error.filename or arguments.file or arguments.id
         print(
@@ -184,7 +184,9 @@ def _move(repository: SnapshotRepository, config: Config, arguments: argparse.Na
         return 1
 
 
-def _run_action(repository: SnapshotRepository, arguments: argparse.Namespace) -> int:
+def _run_action(
+    repository: SnapshotRepository, config: Config, arguments: argparse.Namespace
+) -> int:
     if arguments.action == "list":
         _print_sessions(_rows(repository), arguments.json)
         return 0
@@ -196,6 +198,10 @@ def _run_action(repository: SnapshotRepository, arguments: argparse.Namespace) -
                 " and its blocks"
             )
         _export(repository, snapshots, arguments.file)
+    if arguments.action in ("pin", "unpin") and not snapshots:
+        raise ConfigError(
+            f"session {id} has no snapshots that could be pinned. {_running_sessions(config)}"
+        )
     for item in snapshots if arguments.action in ("pin", "unpin") else ():
         repository.pin(item, arguments.action == "pin")
     for item in snapshots if arguments.action == "delete" else ():

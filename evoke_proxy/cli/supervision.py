@@ -62,10 +62,7 @@ class Child:
     def start(self) -> None:
         """Start the process; it gets `orphan_signal` when this process ends in any way."""
         self._started_at = time.monotonic()
-        output: IO[bytes] | None = None
-        if self.log is not None:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            output = self.log.open("ab")
+        output = self._open_log()
         try:
             self.process = subprocess.Popen(
                 self.command,
@@ -79,6 +76,20 @@ class Child:
         finally:
             if output is not None:
                 output.close()
+
+    def _open_log(self) -> IO[bytes] | None:
+        """Open the log file; without one, and on a disk that fails, the output is printed here."""
+        if self.log is None:
+            return None
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            return self.log.open("ab")
+        except OSError as error:
+            say(
+                f"{self.log} cannot be written ({error.strerror}), so {self.name} prints its log"
+                " here: make the directory writable, and start again"
+            )
+            return None
 
     @property
     def exit_code(self) -> int | None:

@@ -56,8 +56,8 @@ _REAL = re.compile(
 _MAX_NUMBER_CHARS = 40
 # Seconds to wait for the writer of a pipe that is given as a file.
 _PIPE_TIMEOUT_S = 5.0
-# Wrong keys that one error names.
-_MAX_WRONG_KEYS = 50
+# Wrong keys, variables or values that one error names.
+_MAX_WRONG = 50
 _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # EVOKE_* variables that are not settings: the server build, tests and clients read them.
 _OTHER_VARIABLES = frozenset(
@@ -93,16 +93,18 @@ def load(
     `path` is the YAML file; None for no file. `env` is the whole environment, of which only the
     EVOKE_* variables are read. `overrides` are values by dotted key, which may be keys of tuning
     values; entries whose value is None are ignored. Raises ConfigError for unknown or removed keys
-    and variables, for invalid values, and for values that contradict each other.
+    and variables, for invalid values, and for values that contradict each other. It names all
+    wrong keys and variables, or else all wrong values, so that they are corrected in one pass.
     """
     tree = read_file(path) if path is not None else {}
-    _check_keys(tree, keys())
-    for key, value in _from_environment(env or {}).items():
+    variables, wrong = _from_environment(env or {})
+    _refuse_all(itertools.chain(_wrong_keys(tree, keys()), wrong, _wrong_variables(env or {})))
+    for key, value in variables.items():
         put(tree, key, value)
     for key, value in (overrides or {}).items():
         if value is not None:
             put(tree, key, value)
-    _check_keys(tree, all_fields().keys())
+    _refuse_all(_wrong_keys(tree, all_fields().keys()))
     config = _build(tree)
     # An API key is often read from a file and then ends with a line break.
     api_key = config.upstream.api_key.strip()
@@ -256,15 +258,18 @@ def _parse_number(text: str) -> int | float:
 # --- environment --------------------------------------------------------------------------------
 
 
-def _from_environment(env: Mapping[str, str]) -> dict[str, object]:
-    """Return values by dotted key; ConfigError for an unknown or removed EVOKE_* variable."""
-    values = {
-        item.key: _parse_variable(env[env_name(item.key)], item)
-        for item in settings().values()
-        if env_name(item.key) in env
-    }
-    _check_variables(env)
-    return values
+def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
+    """Return the values of EVOKE_* variables by dotted key, and what is wrong with the others."""
+    values: dict[str, object] = {}
+    wrong = []
+    for item in settings().values():
+        text = env.get(env_name(item.key))
+        if text is not None:
+            try:
+                values[item.key] = _parse_variable(text, item)
+            except ConfigError as error:
+                wrong.append(str(error))
+    return values, wrong
 
 
 def _parse_variable(text: str, item: Setting) -> object:
@@ -284,8 +289,8 @@ def _parse_variable(text: str, item: Setting) -> object:
         raise ConfigError(f"{item.key}: {name}={text[:100]!r} cannot be read") from error
 
 
-def _check_variables(names: Iterable[str]) -> None:
-    """Raise ConfigError for an EVOKE_* variable that is not a setting and so has no effect."""
+def _wrong_variables(names: Iterable[str]) -> Iterator[str]:
+    """Say what is wrong with each EVOKE_* variable that is no setting and so has no effect."""
     allowed = [env_name(key) for key in keys()]
     removed = {env_name(key): key for key in REMOVED}
     for name in sorted(names):
@@ -295,12 +300,13 @@ def _check_variables(names: Iterable[str]) -> None:
             continue
         if name in removed:
             key = removed[name]
-            raise ConfigError(f"{name}: {key} was removed, {REMOVED[key]}; unset the variable")
+            yield f"{name}: {key} was removed, {REMOVED[key]}; unset the variable"
+            continue
         near = difflib.get_close_matches(name[:100], allowed, n=1, cutoff=0.5)
         hint = (
             f"did you mean {near[0]}?" if near else "config/evoke.example.yaml names all settings"
         )
-        raise ConfigError(f"{name[:100]}: no setting has this variable; {hint}")
+        yield f"{name[:100]}: no setting has this variable; {hint}"
 
 
 def _is_service_variable(name: str) -> bool:
@@ -323,19 +329,17 @@ def put(tree: dict[str, Any], key: str, value: object) -> None:
     tree[last] = value
 
 
-def _check_keys(tree: Mapping[Any, object], allowed: Collection[str]) -> None:
-    """Raise ConfigError for unknown or removed keys, and sections that are no mappings.
-
-    The error names all of them, so that a file of an earlier version is corrected in one pass.
-    """
-    wrong = list(itertools.islice(_wrong_keys(tree, allowed), _MAX_WRONG_KEYS))
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+def _refuse_all(wrong: Iterable[str]) -> None:
+    """Raise ConfigError with a line for each thing that is wrong; nothing without any."""
+    lines = list(itertools.islice(wrong, _MAX_WRONG))
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _wrong_keys(
     tree: Mapping[Any, object], allowed: Collection[str], prefix: str = ""
 ) -> Iterator[str]:
+    """Say what is wrong with each unknown or removed key, and each section that is no mapping."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if "." in str(name) and key in allowed:  # a dotted key in a file is never read
@@ -365,13 +369,21 @@ def _unknown_key(name: str, prefix: str) -> str:
 
 
 def _build(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration in a tree with valid keys; ConfigError for an invalid value."""
+    """Return the configuration in a tree with valid keys; ConfigError names all invalid values."""
     values: dict[str, dict[str, object]] = {}
+    wrong = []
     for key, item in all_fields().items():
         section, _, name = key.rpartition(".")
         branch = (tree.get(section) or {}) if section else tree
         if name in branch:
-            values.setdefault(section, {})[name] = _converted(item, branch[name])
+            try:
+                value = _converted(item, branch[name])
+                _check_choice(item, value)
+            except ConfigError as error:
+                wrong.append(str(error))
+            else:
+                values.setdefault(section, {})[name] = value
+    _refuse_all(wrong)
     built = {
         name: section(**values.pop(name)) for name, section in sections().items() if name in values
     }
@@ -446,7 +458,7 @@ def _check(config: Config) -> None:
     _check_path("upstream.url", url)
     for server in config.pool.servers.values():  # raises ConfigError for a malformed entry
         _check_path("pool.upstreams", server)
-    _check_choices(config)
+    check_policy_name(config.policy.name)
     _check_bodies(config)
     _check_budget(config)
 
@@ -488,14 +500,12 @@ def _check_admin(config: Config) -> None:
             _require(parse_listen(address)[1] == 0, "security.admin_listen", message)
 
 
-def _check_choices(config: Config) -> None:
-    for key, item in settings().items():
-        value = value_at(config, key)
-        reason = removed_value(key, value)
-        _require(reason is None, key, f"{value!r} was removed, {reason}")
-        is_valid = not item.choices or value is None or value in item.choices
-        _require(is_valid, key, f"{value!r} is not one of {', '.join(item.choices)}")
-    check_policy_name(config.policy.name)
+def _check_choice(item: Setting, value: object) -> None:
+    """Raise ConfigError for a removed value, and for one that is none of the setting's choices."""
+    reason = removed_value(item.key, value)
+    _require(reason is None, item.key, f"{value!r} was removed, {reason}")
+    is_valid = not item.choices or value is None or value in item.choices
+    _require(is_valid, item.key, f"{value!r} is not one of {', '.join(item.choices)}")
 
 
 def _check_bodies(config: Config) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,43 @@ def test_clients_get_the_reason_code_without_details(small_port: int, tmp_path: 
         status = json.loads(ask(running.port, "GET", "/evoke/ready").body)
     assert (status["status"], status["reasons"]) == ("degraded", ["budget:exceeds_context"])
     assert "checks" not in status
+
+
+def test_a_disk_tier_that_cannot_be_used_is_reported_with_the_fix(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("x")
+    folder = str(tmp_path / "file/blocks")
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--evoke-disk", folder)
+    with llama_server(server_binary(patched=True), *options) as port:
+        with proxy(port) as running:
+            status = ready(running)
+            facts = json.loads(ask(running.port, "GET", "/evoke/overview").body)
+            metrics = ask(running.port, "GET", "/metrics").body
+        with pool({"a": port}) as running:
+            assert ready(running)["reasons"] == ["disk_a:unusable"]
+        (warning,) = [
+            line
+            for line in check_config("--upstream", f"http://127.0.0.1:{port}")
+            if line.startswith("warning ")
+        ]
+    assert (status["status"], status["reasons"]) == ("degraded", ["disk:unusable"])
+    (problem,) = facts["problems"]
+    assert problem["reason"] == "disk_unusable" and facts["disk"] is None
+    assert b'evoke_disk_unusable{server=""} 1.0' in metrics
+    text = f"{problem['problem']}: {problem['fix']}"
+    assert folder in text and "mode 0700" in text and "restart llama-server" in text
+    assert status["checks"]["disk"]["detail"] == text and text in warning
+    logged = [record for record in caplog.records if text in record.getMessage()]
+    assert logged and all(record.levelname == "WARNING" for record in logged)
+
+
+def test_a_server_with_or_without_a_disk_tier_is_no_problem(long_port: int, tmp_path: Path) -> None:
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--evoke-disk", str(tmp_path / "a"))
+    with llama_server(server_binary(patched=True), *options) as port:
+        for used in (port, long_port):
+            with proxy(used) as running:
+                assert ready(running)["status"] == "ready"
+                assert b'evoke_disk_unusable{server=""} 0.0' in (
+                    ask(running.port, "GET", "/metrics").body
+                )

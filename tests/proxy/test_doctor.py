@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import llama_server, server_binary
+from harness import llama_server, proxy, server_binary
 from stock_deployment import Deployment, template
 from tenant_keys import KEYS, proxy_with_keys
 
@@ -82,8 +82,19 @@ def test_doctor_says_why_no_file_is_in_the_directory(
         code, report = _run_doctor(capsys, port, "--directory", str(named))
     reason = f"did not write doctor.evoke-part to {named}" if exists else f"{named} does not exist"
     assert code == 1 and reason in report["no_files"]
-    assert any(reason in text for text in report["advice"])
-    assert (slots / "doctor.evoke-part").exists()
+    assert any(f"set snapshots.directory to {slots}: " in text for text in report["advice"])
+    assert list(slots.iterdir()) == [], "the directory of a server on this machine is found"
+    assert not any("delete doctor.evoke-part" in text for text in report["hints"])
+
+
+def test_doctor_leaves_no_contents_in_a_directory_that_it_cannot_find(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Deployment(tmp_path).server() as upstream, proxy(upstream) as running:
+        _, report = _run_doctor(capsys, running.port)
+    assert report["slot_directory"] == "" and report["speeds"]["n_bytes"] > 100_000
+    (file,) = tmp_path.iterdir()
+    assert file.name == "doctor.evoke-part" and file.stat().st_size < 1000
     assert any("delete doctor.evoke-part" in text for text in report["hints"])
 
 
@@ -188,6 +199,8 @@ def test_doctor_recommends_the_patched_server_on_a_stock_server(
     assert not report["eviction"]["is_patched"]
     assert [text for text in report["hints"] if "evoke-proxy build-server" in text]
     assert not [text for text in report["advice"] if "snapshots.directory is not set" in text]
+    main(["doctor", "--upstream", f"http://127.0.0.1:{stock_port}", "--tokens", "100"])
+    assert "proxy      would only forward requests to this server" in capsys.readouterr().out
 
 
 def test_doctor_exits_with_2_if_the_server_cannot_be_reached(

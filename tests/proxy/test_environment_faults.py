@@ -182,6 +182,36 @@ def test_requests_are_answered_while_the_disk_is_full_read_only_or_emptied(
         assert not list(deployment.folder.glob("*.evoke-part"))
 
 
+def test_saves_that_fail_later_are_a_problem_until_one_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def state() -> tuple[str, list[str], list[dict[str, str]]]:
+        found = json.loads(ask(running.port, "GET", "/evoke/ready").body)
+        facts = json.loads(ask(running.port, "GET", "/evoke/overview").body)
+        return found["status"], found["reasons"], facts["problems"]
+
+    caplog.set_level("INFO")
+    deployment = Deployment(tmp_path, "", ("--cache-ram", "0"))
+    with deployment.server() as port, deployment.proxy(port, **SMALL) as running:
+        number = _check_degraded_save(running, 0, "saved")
+        assert state() == ("ready", [], [])
+        with SimulatedDisk(tmp_path).read_only(running):
+            for _ in range(2):
+                number = _check_degraded_save(running, number, "failed")
+            status, reasons, (problem,) = state()
+            assert (status, reasons) == ("degraded", ["snapshots:not_saved"])
+            assert problem["problem"].startswith("the latest snapshot was not saved: llama-server")
+            assert "leave room on the disk" in problem["fix"]
+            shown = json.loads(ask(running.port, "GET", "/evoke/status").body)
+            assert shown["degraded"] and not shown["snapshots_off"], "earlier ones are restored"
+        number = _check_degraded_save(running, number, "saved")
+        running.wait_for_background()
+        assert state() == ("ready", [], [])
+    warnings = [it.getMessage() for it in caplog.records if it.levelname == "WARNING"]
+    assert sum(problem["fix"] in text for text in warnings) == 1
+    assert any("slots are saved again" in text for text in caplog.messages)
+
+
 def _check_degraded_save(running: RunningProxy, number: int, *results: str) -> int:
     """Answer another conversation; its save must have one of these results."""
     before = _saves(running)

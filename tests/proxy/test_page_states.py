@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from axe import TWO_VIEWS, axe_script, violations_in
 from chromium import Page, browser, tab
 from harness import llama_server, proxy, server_binary, unused_port
+
+from evoke_proxy.demo.processes import free_port
 
 pytestmark = pytest.mark.skipif(
     browser() is None and "BROWSER_TESTS" not in os.environ,
@@ -103,6 +106,25 @@ def test_the_page_reports_that_its_proxy_has_stopped() -> None:
 
     running = proxy(unused_port())
     _open(running.__enter__().port, check)
+
+
+def test_the_page_notices_without_a_request_that_llama_server_has_started_and_ended() -> None:
+    async def check(page: Page) -> None:
+        await page.wait_for(_shows("#health", "llama-server is away"))
+        with ExitStack() as stack:
+            server = llama_server(server_binary(patched=True), *options, port=port)
+            await asyncio.to_thread(stack.enter_context, server)
+            await page.evaluate("location.reload()")
+            await page.wait_for(_shows("#health", "evicting and recovering"))
+            await page.wait_for(_shows("#totals", "Saved in RAM"))
+        await page.evaluate("location.reload()")
+        await page.wait_for(_shows("#health", "llama-server is away"))
+        await page.wait_for(_shows("#problems", "Start it"))
+
+    port = free_port()
+    options = ("-np", "1", "-c", "1024", "--evoke-ram", "16", "--ctx-logical", "4096")
+    with proxy(port) as running:
+        _open(running.port, check)
 
 
 def test_the_page_reports_a_directory_of_snapshots_that_cannot_be_used(

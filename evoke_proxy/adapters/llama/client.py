@@ -18,6 +18,7 @@ from evoke_proxy.adapters.llama.transport import Body, HttpTransport, Reply, map
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.request.json_edit import edit_top_level
 from evoke_proxy.core.request.json_parsing import parse_in_pieces
+from evoke_proxy.core.servers.disk_status import unusable_reason
 from evoke_proxy.core.servers.server_info import ServerInfo, trained_context
 from evoke_proxy.errors import (
     STATUS_LOADING,
@@ -37,6 +38,8 @@ _CREDENTIAL_HEADERS = ("Authorization", "X-Api-Key")
 _STATUSES_WITHOUT_KEY = (401, 403)
 # The codes with which evoke-proxy refuses a call; those of llama-server are numbers.
 _PROXY_CODES = (Unauthenticated.code, Forbidden.code)
+# Most seconds to wait for what the server says only between two decodes, where it is not needed.
+_BUSY_S = 2.0
 # The call with which a router is made to load a model: it is short and changes no slot.
 _LOAD_TARGET = "/tokenize?"
 
@@ -106,8 +109,10 @@ class LlamaClient:
         self._transport = HttpTransport(config)
         self._owns_transport = True
         self._fails_while_loading = False
-        # By instance of the server: the context that its model was trained for.
+        # By instance of the server: the context that its model was trained for, and why it cannot
+        # use its disk tier.
         self._trained: dict[str, int | None] = {}
+        self._unusable_disks: dict[str, str] = {}
         # Headers with the key of the caller; not sent if `upstream.api_key` is set.
         self._credentials: Mapping[str, str] = {}
 
@@ -204,7 +209,8 @@ class LlamaClient:
         props = await self.call("GET", "/props")
         info = ServerInfo.parse(props)
         if not self.model:
-            return replace(info, n_ctx_train=await self._trained_context(info))
+            trained, reason = await self._trained_context(info), await self._unusable_disk(info)
+            return replace(info, n_ctx_train=trained, disk_unusable=reason)
         without_features = {key: value for key, value in props.items() if key != "evoke"}
         return replace(ServerInfo.parse(without_features), instance=info.instance)
 
@@ -223,6 +229,23 @@ class LlamaClient:
             self._trained.clear()
             self._trained[info.instance] = found
         return self._trained[info.instance]
+
+    async def _unusable_disk(self, info: ServerInfo) -> str:
+        """Return why a patched server cannot use its disk tier; each instance is asked once.
+
+        Empty when it can or has none, and while it is too busy to say.
+        """
+        if info.has_disk or not info.answers_block_calls:
+            return ""
+        if info.instance not in self._unusable_disks:
+            try:
+                async with asyncio.timeout(_BUSY_S):
+                    answer = await self.call("GET", "/slots/0/blocks?tenant=&since=latest")
+            except (EvokeError, TimeoutError):
+                return ""
+            self._unusable_disks.clear()
+            self._unusable_disks[info.instance] = unusable_reason(answer)
+        return self._unusable_disks[info.instance]
 
     async def is_loaded(self) -> bool:
         """Whether the router has loaded this model; otherwise its slots are empty."""

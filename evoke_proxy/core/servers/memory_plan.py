@@ -32,6 +32,8 @@ _RAM_SHARE, _DISK_SHARE = 0.5, 0.5
 # The plan never gives less than this, unless the context or the disk is smaller.
 _LEAST_CELLS = 2048
 _LEAST_RAM_MIB, _LEAST_DISK_MIB = 256, 1024
+# From this size on GiB are easier to read than MiB.
+_LEAST_GIB_IN_WORDS = 10
 # Copies have tokens and positions besides their rows; a second version may exist for a while.
 _COPY_FACTOR, _DISK_FACTOR = 1.1, 2.0
 
@@ -194,6 +196,13 @@ class MemoryPlan:
         return self.cells - min(n_reserved, self.cells // 4) if self.can_evict else None
 
 
+def mib_in_words(mib: int) -> str:
+    """Return a size with its unit: "512 MiB", and from 10 GiB on "33.9 GiB"."""
+    if mib < _LEAST_GIB_IN_WORDS * 1024:
+        return f"{mib} MiB"
+    return f"{mib / 1024:.1f}".removesuffix(".0") + " GiB"
+
+
 def session_bytes(shape: ModelShape, cells: int, kv: KvTypes = KvTypes()) -> int:
     """Return the bytes that llama-server allocates for the K, V and states of one slot.
 
@@ -313,13 +322,13 @@ def _stores(
     if ram is None:
         most = int(machine.ram * _RAM_SHARE / _MIB)
         ram = max(_LEAST_RAM_MIB, min(int(needed) + 1, most))
-        if needed > ram:
-            notes.append(f"Host memory holds {ram} of {int(needed)} MiB: the rest is on disk.")
     elif ram > machine.ram // _MIB:
-        notes.append(f"Host memory has {machine.ram // _MIB} MiB free, less than {ram} MiB.")
+        free = mib_in_words(machine.ram // _MIB)
+        notes.append(f"Host memory has {free} free, less than {mib_in_words(ram)}.")
     disk = wanted.disk_mib
     if disk is not None and disk > machine.disk // _MIB:
-        notes.append(f"The disk has {machine.disk // _MIB} MiB free, less than {disk} MiB.")
+        free = mib_in_words(machine.disk // _MIB)
+        notes.append(f"The disk has {free} free, less than {mib_in_words(disk)}.")
     if disk is None:
         most = int(machine.disk * _DISK_SHARE / _MIB)
         disk = min(max(_LEAST_DISK_MIB, int(_DISK_FACTOR * needed)), most)
@@ -328,4 +337,19 @@ def _stores(
                 "The disk has no room for blocks: a restart of llama-server loses them. --state DIR"
                 " names a directory on another disk."
             )
+    if wanted.ram_mib is None and needed > ram:
+        notes.append(_overflow(ram, disk, needed))
     return ram, disk
+
+
+def _overflow(ram: int, disk: int, needed: float) -> str:
+    """Say where blocks go that host memory has no room for, or that nothing has; all in MiB."""
+    total = mib_in_words(int(needed))
+    if needed <= ram + disk:
+        return f"Host memory holds {mib_in_words(ram)} of {total}: the rest is on disk."
+    return (
+        f"Conversations of this length need {total} for blocks, more than host memory and disk hold"
+        " together: when both are full, the blocks that were not used for the longest time are lost"
+        " and decoded again. A larger disk (--disk, --state DIR), a shorter --context or fewer"
+        " --sessions avoid that."
+    )

@@ -28,6 +28,7 @@ class ServerInfo:
         can_share: whether it can give a session the complete copies and rows that others of its
             tenant have of the same text.
         has_disk: whether copies can be written to disk, where they survive a restart.
+        disk_unusable: why they cannot although it was started with a disk tier; empty otherwise.
         can_find: whether it can list the saved blocks that fit a prompt, and the session of each
             slot.
         can_render_behind: whether it can compare its slots with a prompt of which it renders only
@@ -57,6 +58,7 @@ class ServerInfo:
     can_adopt: bool = False
     can_share: bool = False
     has_disk: bool = False
+    disk_unusable: str = ""
     can_find: bool = False
     can_render_behind: bool = False
     needs_full_state: bool = False

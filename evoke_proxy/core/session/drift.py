@@ -72,12 +72,22 @@ class Drift:
     n_tokens: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Return the drift as a JSON object, for the log and the admin API."""
+        """Return the drift as a JSON object, for the admin API."""
         return {
             "cause": self.cause,
             "message": self.message,
             "characters": [self.start, self.end],
         }
+
+    @property
+    def text(self) -> str:
+        """The drift as words, for the log."""
+        if self.message is None:
+            return self.cause
+        place = f"from character {self.start}"
+        if self.end > self.start:
+            place = f"characters {self.start} to {self.end}"
+        return f"{self.cause} in message {self.message}, {place}"
 
 
 def drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> Drift | None:

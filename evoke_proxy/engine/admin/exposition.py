@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from evoke_proxy.adapters.llama.block_api import LATEST, BlockApi
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import BlockStore, Metrics
+from evoke_proxy.core.servers.disk_status import unusable_reason
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import EvokeError, UpstreamError, UpstreamRejected
@@ -45,11 +46,13 @@ class _Scrape:
     Attributes:
         exposition: its metrics.
         answered: whether it answered.
-        store: its saved blocks; None when it is not patched or did not say.
+        is_stock: whether it answered that it saves no blocks.
+        store: its saved blocks; None when it saves none or did not say.
     """
 
     exposition: Exposition
     answered: bool
+    is_stock: bool
     store: BlockStore | None
 
 
@@ -69,6 +72,9 @@ class UpstreamMetrics:
         self._proxy = proxy
         # Names of servers that a scrape has woken up: older versions of llama-server.
         self.woken_by_scrapes: set[str] = set()
+        # The saved blocks that each server has reported last. They stay while it does not answer,
+        # because a counter that falls to 0 and returns counts for Prometheus as an increase.
+        self._stores: dict[str, BlockStore] = {}
 
     async def scrape(self) -> Exposition:
         """The metrics of all servers; where there are several, with the label `server`.
@@ -81,8 +87,12 @@ class UpstreamMetrics:
         scrapes = [self._scrape_one(name, client) for name, client in clients.items()]
         results = await asyncio.gather(*scrapes)
         self._proxy.metrics.upstream_up.set(any(result.answered for result in results))
-        stores = zip(clients, [result.store for result in results], strict=True)
-        self._proxy.metrics.set_stores({name: it for name, it in stores if it is not None})
+        for name, result in zip(clients, results, strict=True):
+            if result.store is not None:
+                self._stores[name] = result.store
+            elif result.is_stock:
+                self._stores.pop(name, None)
+        self._proxy.metrics.set_stores(self._stores)
         expositions = [result.exposition for result in results]
         if len(expositions) == 1:
             return expositions[0]
@@ -95,7 +105,7 @@ class UpstreamMetrics:
         llama-server answers between two decodes, which may take longer than Prometheus waits. After
         `_SCRAPE_S` the proxy's own metrics are exported without those of the server.
         """
-        answered, store = False, None
+        answered, is_stock, store = False, False, None
         try:
             async with asyncio.timeout(_SCRAPE_S):
                 try:
@@ -103,15 +113,16 @@ class UpstreamMetrics:
                 except UpstreamRejected:
                     answered = True
                     raise
-                answered = True
+                answered, is_stock = True, not info.patched
                 if info.answers_block_calls:
                     store = block_store(await BlockApi(client).slot(0, "", LATEST))
-                return _Scrape(await self._metrics_of(name, client, info.sleeping), answered, store)
+                exposition = await self._metrics_of(name, client, info.sleeping)
+                return _Scrape(exposition, answered, is_stock, store)
         except (EvokeError, TimeoutError) as error:
             message = error.public if isinstance(error, UpstreamError) else str(error)
             reason = " ".join(message.split()) or "it is too slow"  # may quote several lines
             text = f"# llama-server has no metrics now: {reason}\n".encode()
-            return _Scrape(Exposition(text), answered, store)
+            return _Scrape(Exposition(text), answered, is_stock, store)
 
     async def _metrics_of(self, name: str, client: LlamaClient, is_sleeping: bool) -> Exposition:
         if is_sleeping and name in self.woken_by_scrapes:
@@ -143,6 +154,7 @@ def block_store(answer: Mapping[str, Any]) -> BlockStore:
         disk_files=count("disk", "n_files"),
         disk_deleted=count("disk", "n_deleted"),
         disk_failed=count("disk", "n_failed"),
+        disk_unusable=int(bool(unusable_reason(answer))),
     )
 
 

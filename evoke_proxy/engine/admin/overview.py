@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from evoke_proxy.adapters.llama.block_api import LATEST
 from evoke_proxy.adapters.metrics import BlockStore
+from evoke_proxy.core.servers.disk_status import UNUSABLE
 from evoke_proxy.core.session.audit import advice
 from evoke_proxy.engine.admin.exposition import block_store
 from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
@@ -28,17 +30,19 @@ class Overview:
         self._stores: dict[str, BlockStore] = {}
 
     async def read(self) -> dict[str, Any]:
-        """The totals as a JSON object.
+        """The totals as a JSON object; the server is asked whether it runs.
 
         `budget` is the configured one: tokens, "auto" or null for no limit. `cells` is the number
         of tokens that the KV caches of all patched servers hold, 0 without one. `ram` and `disk`
         have the bytes `used` and their `budget`, summed; null where no server has the store.
-        `problems` names each server where a configured budget, key or directory of snapshots is
-        not in force, and the fix. `audits` has for each budget how many answers of the sessions
-        were audited, and how many of these have another most probable token without eviction.
-        Counts are those since the start of the proxy.
+        `problems` names each server where a configured budget, key, disk tier or directory of
+        snapshots is not in force, and the fix. `audits` has for each budget how many answers of the
+        sessions were audited, and how many of these have another most probable token without
+        eviction. Counts are those since the start of the proxy.
         """
         served = self._proxy.served_models
+        if self._proxy.pool_control is None:  # the servers of a pool are checked all the time
+            await _notice(served[0])
         answers = await asyncio.gather(*(self._store_of(one) for one in served))
         stores = [store for store in answers if store is not None]
         return self._proxy.metrics.totals() | {
@@ -65,6 +69,13 @@ class Overview:
             return self._stores.get(served.server_name)
         store = self._stores[served.server_name] = block_store(answer)
         return store
+
+
+async def _notice(served: ServedModel) -> None:
+    """Find out whether the server has ended or started: without requests nothing else asks it."""
+    with suppress(EvokeError, TimeoutError):
+        async with asyncio.timeout(_STORE_TIMEOUT_S):
+            await served.server.monitor.query()
 
 
 def _store(stores: Sequence[BlockStore], tier: str, loss: str) -> dict[str, int] | None:
@@ -98,10 +109,17 @@ def _problems(served: Sequence[ServedModel]) -> Iterable[dict[str, str]]:
                 "problem": status.problem,
                 "fix": status.fix,
             }
+        if disk := monitor.disk_problem:
+            yield {
+                "server": one.server_name,
+                "reason": f"disk_{UNUSABLE}",
+                "problem": disk.problem,
+                "fix": disk.fix,
+            }
         if trouble := one.server.strategy.problem:
             yield {
                 "server": one.server_name,
                 "reason": trouble.code,
-                "problem": f"snapshots are off: {trouble.text}",
+                "problem": trouble.problem,
                 "fix": trouble.fix,
             }

@@ -129,6 +129,7 @@ class SessionAdmin:
         """The state of the server, without a call of it."""
         pool, monitor = self._server.slots.pool, self._server.monitor
         server, policy = monitor.server, monitor.policy
+        trouble = self._server.strategy.problem
         return {
             "version": __version__,
             "server": monitor.describe(),
@@ -138,8 +139,8 @@ class SessionAdmin:
             "queued": pool.queued,
             "policy": policy.name,
             "budget": policy.budget,
-            "degraded": monitor.is_degraded,
-            "snapshots_off": self._server.strategy.problem is not None,
+            "degraded": monitor.is_degraded or (trouble is not None and not trouble.is_off),
+            "snapshots_off": trouble is not None and trouble.is_off,
             "event": self._feed.latest,
         }
 

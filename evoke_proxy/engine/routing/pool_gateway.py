@@ -207,6 +207,8 @@ class PoolGateway:
             if refused := monitor.check_key():
                 checks[f"upstream_{name}"] = refused
             checks[f"budget_{name}"] = monitor.check_budget()
+            if unusable := monitor.check_disk():
+                checks[f"disk_{name}"] = unusable
             strategy = self.servers[at].server.strategy
             if problem := strategy.problem:
                 detail = strategy.description

@@ -16,6 +16,7 @@ from evoke_proxy.adapters.llama.client import KeyProblem, LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import Config, PolicyConfig
 from evoke_proxy.core.servers.budget_status import BudgetStatus, budget_status, effective_policy
+from evoke_proxy.core.servers.disk_status import UNUSABLE, DiskProblem, disk_problem
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo, slots_in_words
 from evoke_proxy.errors import (
     STATUS_LOADING,
@@ -30,6 +31,10 @@ from evoke_proxy.errors import (
 _log = logging.getLogger(__name__)
 # Code of the readiness check where llama-server refuses the proxy's own calls.
 KEY_REFUSED = "api_key"
+# Most seconds that a readiness check waits for the server, as a health check of a pool does.
+_CHECK_S = 5.0
+# Seconds until the same failure of a query is logged again.
+_WARN_INTERVAL_S = 60.0
 
 
 class ServerMonitor:
@@ -63,6 +68,8 @@ class ServerMonitor:
         self._lock = asyncio.Lock()
         # The event loop time before which `ensure_current` does not query a silent server.
         self._retry_at = 0.0
+        # What was logged last about a server that does not answer, and when it is logged again.
+        self._warned, self._next_warning_at = "", 0.0
 
     async def query(self) -> None:
         """Query the server now; raises UpstreamError when it does not answer."""
@@ -72,9 +79,9 @@ class ServerMonitor:
     async def ensure_current(self, client: LlamaClient | None = None) -> None:
         """Query the server if it is unknown or in doubt, with the key of `client` if it is given.
 
-        Failures are only logged. A server that refuses does so at once, and is queried every time.
-        A silent server delays a request by the connect timeout, and is then not queried for
-        `upstream.probe_interval_s`.
+        Failures are only logged, the same one once a minute. A server that refuses does so at once,
+        and is queried every time. A silent server delays a request by the connect timeout, and is
+        then not queried for `upstream.probe_interval_s`.
         """
         if self._is_certain():
             return
@@ -87,10 +94,16 @@ class ServerMonitor:
             except UpstreamTimeout as error:
                 loop = asyncio.get_running_loop()
                 self._retry_at = loop.time() + self.config.upstream.probe_interval_s
-                _log.warning("%s", error)
+                self._warn(str(error), now)
             except EvokeError as error:
                 is_own = client is None
-                _log.warning("%s", self.key_problem if is_own and self.key_problem else error)
+                self._warn(str(self.key_problem if is_own and self.key_problem else error), now)
+
+    def _warn(self, message: str, now: float) -> None:
+        """Log why the server does not answer; once a minute, because every request finds it out."""
+        if message != self._warned or now >= self._next_warning_at:
+            self._warned, self._next_warning_at = message, now + _WARN_INTERVAL_S
+            _log.warning("%s", message)
 
     def doubt(self) -> None:
         """Make the next `ensure_current` query the server: it may be another instance now."""
@@ -147,9 +160,22 @@ class ServerMonitor:
         self._learn(server)
 
     async def check(self) -> dict[str, Any]:
-        """The readiness check of the server; see `ProxyGateway` for its members."""
+        """The readiness check of the server; see `ProxyGateway` for its members.
+
+        It waits less than `upstream.call_timeout_s`, because who asks gives up before.
+        """
         try:
-            await self.query()
+            async with asyncio.timeout(_CHECK_S):
+                await self.query()
+        except TimeoutError:
+            url = self._client.url
+            silent = UpstreamTimeout(
+                f"llama-server at {url} did not answer within {_CHECK_S:g} s: see whether it hangs,"
+                " and its log",
+                url,
+            )
+            self.record_failed_call(silent)
+            return {"ok": False, "detail": str(silent)}
         except EvokeError as error:
             return self.check_key() or {"ok": False, "detail": str(error)}
         return {"ok": True, "detail": f"{self._client.url} answers"}
@@ -176,7 +202,7 @@ class ServerMonitor:
     @property
     def is_degraded(self) -> bool:
         """Whether it serves requests otherwise than configured, for a reason of `/evoke/ready`."""
-        if self.key_problem is not None:
+        if self.key_problem is not None or self.disk_problem is not None:
             return True
         return self.server.obstacle != "unreachable" and self.budget.is_degraded
 
@@ -188,6 +214,20 @@ class ServerMonitor:
         """
         reason = "" if self._is_locked_out else self.budget.reason
         return {"ok": True, "detail": self.describe(), "reason": reason}
+
+    @property
+    def disk_problem(self) -> DiskProblem | None:
+        """Why the server does not use the disk tier that it was started with; None if it does."""
+        return disk_problem(self.server.disk_unusable)
+
+    def check_disk(self) -> dict[str, Any] | None:
+        """The readiness check of the disk tier; None unless it cannot be used.
+
+        It is ok, because requests are served.
+        """
+        if (problem := self.disk_problem) is None:
+            return None
+        return {"ok": True, "detail": problem.warning, "reason": UNUSABLE}
 
     def describe(self) -> str:
         """One line for a person: the server, and what the proxy does for its requests."""
@@ -205,7 +245,7 @@ class ServerMonitor:
             what = "Every request passes through"
             if directory := self.config.snapshots.directory:
                 what = f"Chats keep their slots on disk if llama-server saves slots to {directory}"
-            advice = problem or self._advice()
+            advice = f"{problem or self._advice()}{self._advice_on_snapshots()}"
             return (
                 f"llama-server at {url}: {self.server.reason}. {what}, nothing is evicted{advice}"
             )
@@ -221,13 +261,25 @@ class ServerMonitor:
             return "; patches/SUPPORT.md lists what works"
         return (
             "; to evict, build the patched llama-server with `evoke-proxy build-server` and start"
-            " it with --evoke-ram"
+            " it with --evoke-ram (`evoke-proxy up` does both)"
+        )
+
+    def _advice_on_snapshots(self) -> str:
+        """How a server without block calls keeps conversations, if nothing else does."""
+        if self.config.snapshots.directory:
+            return ""
+        return (
+            ". To keep the cache of each conversation on disk with this llama-server, start it with"
+            " --slot-save-path DIR and set snapshots.directory to DIR; `evoke-proxy doctor"
+            f" --upstream {self._client.url}` tests it"
         )
 
     def log_description(self) -> None:
         """Log what the proxy does at this server; as a warning if that is not as configured."""
         is_fine = self.server.patched and not self.budget.problem
         _log.log(logging.INFO if is_fine else logging.WARNING, "%s", self.describe())
+        if problem := self.disk_problem:
+            _log.warning("llama-server at %s: %s", self._client.url, problem.warning)
 
     @property
     def _is_locked_out(self) -> bool:
@@ -236,6 +288,7 @@ class ServerMonitor:
     def _learn(self, server: ServerInfo) -> None:
         before, ended = self._latest, self._has_ended
         self.server, self._latest, self._has_ended = server, server, False
+        self._warned = ""
         ended &= not server.instance  # an instance id is compared instead
         if before is UNKNOWN_SERVER or ended or server.is_other_than(before):
             for listener in self.on_start:

@@ -188,6 +188,8 @@ class Server:
             "upstream": await self.monitor.check(),
             "budget": self.monitor.check_budget(),
         }
+        if unusable := self.monitor.check_disk():
+            checks["disk"] = unusable
         if not self.info.sleeping and (detail := await self.strategy.check()):
             problem = self.strategy.problem
             reason = problem.code if problem is not None else ""

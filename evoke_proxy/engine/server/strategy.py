@@ -57,16 +57,24 @@ class StrategyProblem:
         code: A stable code, which is shown to everybody.
         text: The same as a clause, for operators.
         fix: What to type or change.
+        is_off: Whether nothing is saved or restored; False if only the latest save has failed.
     """
 
     code: str
     text: str
     fix: str
+    is_off: bool = True
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, as a clause."""
+        effect = "snapshots are off" if self.is_off else "the latest snapshot was not saved"
+        return f"{effect}: {self.text}"
 
     @property
     def described(self) -> str:
         """One line for operators, with the fix."""
-        return f"snapshots are off: {self.text}. Change this: {self.fix}"
+        return f"{self.problem}. Change this: {self.fix}"
 
 
 class CacheStrategy(ABC):

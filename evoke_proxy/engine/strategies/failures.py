@@ -13,6 +13,8 @@ _log = logging.getLogger(__name__)
 
 # The decision for a body that llama-server cannot render, as a label of `evoke_bypass_total`.
 INVALID = "invalid"
+# The code with which evoke-proxy refuses block calls; those of llama-server are numbers.
+_NO_PATH_OF_A_PROXY = "not_found"
 
 
 class PreparationFailures:
@@ -37,12 +39,20 @@ class PreparationFailures:
         self._metrics.degraded.labels(stage=trace.stage).inc()
         if isinstance(error, UpstreamRejected):
             # Its message may quote the prompt.
-            error = PlanRefused(f"status {error.status}", str(error.error.get("type")))
+            error = PlanRefused(f"status {error.status}", _described(error))
         if isinstance(error, EvokeError):
             _log.warning("a request gets no plan: its stage %r failed: %s", trace.stage, error)
         else:
             _log.error("a request gets no plan: its stage %r failed", trace.stage, exc_info=error)
         return f"degraded:{trace.stage}"
+
+
+def _described(error: UpstreamRejected) -> str:
+    """The type of a refusal; with what to do where another evoke-proxy has refused the call."""
+    kind = str(error.error.get("type"))
+    if error.status == 404 and error.error.get("code") == _NO_PATH_OF_A_PROXY:
+        return f"{kind}; upstream.url is another evoke-proxy: name the address of llama-server"
+    return kind
 
 
 def _is_invalid(error: Exception, was_rendered: bool) -> bool:

@@ -78,16 +78,16 @@ function head(status) {
   byId("server").textContent = modeText(status, state.problems);
 }
 
-// After the sessions are loaded: their snapshots are counted.
-async function refreshTotals(status) {
+// After the sessions are loaded: their snapshots are counted. For the totals the proxy asks llama-server,
+// which may have ended or started, so that the head is drawn once more.
+async function refreshTotals() {
   const asked = budgetChanges();
   const facts = await call("GET", "overview");
   byId("totals").hidden = false;
   byId("totals").replaceChildren(...overview(facts, state.sessions));
   showBudget("budget", budgetText(facts.budget), asked);
   state.problems = facts.problems;
-  head(status);
-  problems(status, facts.problems);
+  problems(await refreshHead(), facts.problems);
   audits(facts.audits);
 }
 
@@ -313,13 +313,13 @@ async function refreshAll() {
 
 async function load() {
   try {
-    const status = await refreshHead();
+    await refreshHead();
     state.sessions = (await call("GET", "sessions")).sessions;
     if (!state.hasLoaded) selectLatest();
     state.hasLoaded = true;
     list.show(state.sessions);
     await refreshSession();
-    await refreshTotals(status);
+    await refreshTotals();
     state.loadError = null;
   } catch (error) {
     state.loadError = error;

@@ -35,18 +35,20 @@ export function health(status, isConnected, problems) {
   return [status.mode === "pass-through" || status.degraded ? "plain" : "good", names[status.mode] ?? status.mode];
 }
 
-export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; the proxy notices within"
-  + " seconds, and its log names the address that it tries. Sessions are shown as they were last seen.";
+export const SERVER_AWAY = "llama-server does not answer, so requests fail with status 503. Start it; this page notices within"
+  + " 20 seconds, and the log of the proxy names the address that it tries. Sessions are shown as they were last seen.";
 
 const BLANKS = {
   budgeted: "This part will show which parts of the conversation are in the KV cache, which are saved, and what each turn cost.",
   snapshots: "This part will show the snapshots of the session on disk, and what each turn cost.",
+  "pass-through": "This part shows nothing while requests pass through.",
 };
 export const firstSession = (mode) => BLANKS[mode] ?? "This part will show what each turn of the session cost.";
 
 // What the list says while it is empty. A server that is away is not known to be without sessions.
 export const noSessions = (status) => status?.reachable && status.mode === "pass-through"
-  ? "None: requests pass through. Sessions are listed where the proxy keeps a budget or snapshots."
+  ? "None: requests pass through. Sessions are listed where the proxy keeps a budget or snapshots: the text above says what"
+    + " llama-server needs for that."
   : "None yet. Send a chat request to the proxy, at the address that it printed when it started.";
 
 // Where in a session a snapshot was taken.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from evoke_proxy.adapters.port_owner import listen_obstacle, owner_of
+from evoke_proxy.adapters.port_owner import directory_option_of, listen_obstacle, owner_of
 
 
 def test_the_owner_of_a_port_in_use_is_its_process() -> None:
@@ -19,6 +22,23 @@ def test_the_owner_of_a_port_in_use_is_its_process() -> None:
         assert obstacle.endswith(": stop it, or choose another: --listen")
     assert listen_obstacle("127.0.0.1", port, "--listen") is None
     assert owner_of(port) == "another process"
+
+
+def test_the_directory_that_a_listening_process_was_started_with_is_found(tmp_path: Path) -> None:
+    (tmp_path / "slots").mkdir()
+    code = "import socket, sys; s = socket.create_server(('127.0.0.1', 0));"
+    code += " print(s.getsockname()[1], flush=True); sys.stdin.read()"
+    for value, found in (("slots", tmp_path / "slots"), ("missing", None)):
+        command = [sys.executable, "-c", code, "--slot-save-path", value]
+        with subprocess.Popen(
+            command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            assert directory_option_of(port, "--slot-save-path") == found
+            assert directory_option_of(port, "--other") is None
+            process.communicate()
+    assert directory_option_of(port, "--slot-save-path") is None
 
 
 def test_port_0_is_free() -> None:

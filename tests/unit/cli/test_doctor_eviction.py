@@ -52,7 +52,14 @@ def test_a_good_configuration_gets_no_change_and_no_hint() -> None:
         (SHORT, "--ctx-logical 32768"),
         (replace(SHORT, n_ctx_train=16_384), "--ctx-logical 16384"),
         (replace(FINE, store=replace(STORE, disk_budget=0)), "--evoke-disk DIR:32768"),
-        (replace(FINE, store=replace(STORE, disk_problem="full")), "does not work (full)"),
+        (
+            replace(FINE, store=replace(STORE, disk_problem="a file", is_disk_usable=False)),
+            "does not work (a file), so a restart of llama-server loses every conversation",
+        ),
+        (
+            replace(FINE, store=replace(STORE, disk_problem="full", disk_failed=3)),
+            "3 blocks were not written, the last error was 'full'",
+        ),
         (
             replace(FINE, store=replace(STORE, row_bytes=65_536)),
             "--evoke-ram 3072",  # 2 slots of 24,576 tokens outside the cells
@@ -118,13 +125,14 @@ def test_the_built_in_vectors_are_only_a_hint() -> None:
 def test_the_store_state_is_parsed_from_the_reply_about_a_slot() -> None:
     ram = {"budget": 100, "used": 40, "n_dropped": 2}
     assert parse_store({"ram": ram, "disk": None, "row_bytes": 8}, 7) == StoreState(
-        ram_budget=100, ram_used=40, ram_dropped=2, row_bytes=8, host_free=7
+        ram_budget=100, ram_used=40, ram_dropped=2, row_bytes=8, host_free=7, is_disk_usable=False
     )
-    tier = {"budget": 9, "used": 3, "n_deleted": 4, "last_error": "no space"}
+    tier = {"budget": 9, "used": 3, "n_deleted": 4, "n_failed": 5, "last_error": "no space"}
     found = parse_store({"ram": ram, "disk": tier}, None)
     assert (found.disk_budget, found.disk_used, found.disk_problem) == (9, 3, "no space")
-    assert found.disk_deleted == 4
-    assert parse_store({"disk": {"unusable": "not a folder"}}, None).disk_problem == "not a folder"
+    assert (found.disk_deleted, found.disk_failed, found.is_disk_usable) == (4, 5, True)
+    unusable = parse_store({"disk": {"unusable": "not a folder"}}, None)
+    assert (unusable.disk_problem, unusable.is_disk_usable) == ("not a folder", False)
 
 
 def test_the_report_has_a_line_for_every_part() -> None:

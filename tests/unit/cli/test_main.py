@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,11 +40,29 @@ def test_the_list_of_commands_has_a_summary_of_each(capsys: pytest.CaptureFixtur
     assert all(f"{command.name} {command.summary}" in words for command in COMMANDS)
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["plan", "-c", "512"], ["serve", "--nothing"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([], ["nothing"], ["plan", "-c", "512"], ["serve", "--nothing"], ["serve", "more"]),
+        *(["doctor", "--tokens", "0"], ["keys", "list", "--file", "f", "a", "b"]),
+    ],
+)
 def test_wrong_arguments_end_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2 and capsys.readouterr().err
+
+
+def test_options_may_stand_between_two_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "keys")
+    assert main(["keys", "add", "--file", file, "alice"]) == 0
+    assert main(["keys", "--file", file, "list"]) == 0
+    assert "alice" in capsys.readouterr().out
+    assert main(["keys", "remove", "--file", file, "alice"]) == 0
+    assert main(["keys", "list", "--file", file]) == 0
+    assert "alice" not in capsys.readouterr().out
 
 
 def test_options_for_the_server_need_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,10 @@ def test_the_table_shows_what_each_of_several_sessions_has() -> None:
     text = "\n".join(table(plan))
     assert "100 MiB for all sessions, 50 for each (--evoke-ram)" in text
     assert "300 MiB for all sessions, 150 for each (--evoke-disk)" in text
+    large = PlanOptions(cells=16_384, sessions=4, ram_mib=12_800, disk_mib=102_400)
+    text = "\n".join(table(make_plan(SHAPE, MACHINE, large)))
+    assert "12.5 GiB for all sessions, 3200 MiB for each (--evoke-ram)" in text
+    assert "100 GiB for all sessions, 25 for each (--evoke-disk)" in text
 
 
 def test_the_table_shows_the_memory_that_eviction_saves() -> None:

@@ -188,6 +188,18 @@ def test_an_export_that_cannot_be_written_prints_the_reason(
     assert "No such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("action", ["pin", "unpin"])
+def test_a_session_without_snapshots_is_pinned_on_the_page(
+    folder: Path, action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_repository(folder) as repository:
+        repository.put_record(Record("cccc3333", "me", time.time(), b"record"))
+    assert _run(folder, action, "cccc") == 2
+    message = capsys.readouterr().err
+    assert "no snapshots that could be pinned" in message
+    assert "on its page, http://127.0.0.1:18090/evoke/" in message
+
+
 def test_an_export_without_snapshots_names_the_options_for_a_record(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,18 @@ def test_a_crashed_process_is_restarted_and_its_last_lines_are_printed(
     assert "in 2 s" in capsys.readouterr().err
 
 
+def test_a_process_whose_log_cannot_be_written_is_started_and_prints_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").write_text("a file where its directory was")
+    process = child(tmp_path / "state/log", "print('a line of the log', flush=True)")
+    process.start()
+    wait_until_ended(process)
+    printed = capfd.readouterr()
+    assert process.exit_code == 0 and "a line of the log" in printed.out
+    assert "state/log cannot be written (" in printed.err and "start again" in printed.err
+
+
 def test_a_process_that_ignores_sigterm_is_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

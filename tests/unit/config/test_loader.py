@@ -53,6 +53,27 @@ def test_all_wrong_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_all_wrong_variables_are_named_at_once_and_with_the_wrong_keys_of_the_file(
+    tmp_path: Path,
+) -> None:
+    env = {"EVOKE_POLICY_BUDGT": "1", "EVOKE_LISTN": "a", "EVOKE_LIMITS_QUEUE": "["}
+    with pytest.raises(ConfigError) as raised:
+        load(_file(tmp_path, "polcy: {}\n"), env)
+    assert [line.partition(": ")[0] for line in str(raised.value).split("\n")] == [
+        *("polcy", "limits.queue", "EVOKE_LISTN", "EVOKE_POLICY_BUDGT")
+    ]
+
+
+def test_all_wrong_values_are_named_at_once(tmp_path: Path) -> None:
+    text = "limits: {queue: -1}\npolicy: {budget: huge, recall: txt}\n"
+    env = {"EVOKE_LOG_LEVEL": "loud", "EVOKE_POLICY_BLOCK_TOKENS": "x"}
+    with pytest.raises(ConfigError) as raised:
+        load(_file(tmp_path, text), env)
+    assert {line.partition(": ")[0] for line in str(raised.value).split("\n")} == {
+        *("limits.queue", "policy.budget", "policy.recall", "log.level", "policy.block_tokens")
+    }
+
+
 def test_without_a_file_the_defaults_apply() -> None:
     assert load() == Config()
 

@@ -38,6 +38,7 @@ from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.embedding.service import EmbeddingService
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.session_discovery import SessionDiscovery
@@ -270,7 +271,7 @@ class SessionPersistence:
         """Forget the contents of the disk tier of the earlier server instance."""
         self._server = server
         if self.slot_snapshots is not None:
-            self.slot_snapshots.saving.forget()
+            self.slot_snapshots.forget_problems()
         self._spill.clear()
         self.discovery.server_started(server.can_find)
 
@@ -280,6 +281,13 @@ class SessionPersistence:
         if self.slot_snapshots is None or not self._server.needs_full_state:
             return None
         return self.slot_snapshots.saving
+
+    @property
+    def saving_problem(self) -> StrategyProblem | None:
+        """Why slots are not saved, where the model needs that; None otherwise."""
+        if self.slot_snapshots is None or self.saving is None:
+            return None
+        return self.slot_snapshots.problem
 
     @property
     def saves_answers(self) -> bool:

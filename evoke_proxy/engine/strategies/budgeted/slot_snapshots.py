@@ -20,6 +20,7 @@ from evoke_proxy.core.session.accounting import TokenAccounting
 from evoke_proxy.core.snapshots.costs import cost_of
 from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
+from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
 from evoke_proxy.engine.strategies.budgeted.saving_check import SavingCheck
 from evoke_proxy.engine.strategies.budgeted.turn import RenderedTurn, SlotJob
@@ -58,6 +59,16 @@ class SlotSnapshots:
         self.saving = saving
         self._conversations = conversations
         self._metrics = metrics
+
+    def forget_problems(self) -> None:
+        """Another instance of llama-server answers: whether it saves slots is unknown."""
+        self.saving.forget()
+        self._transfers.failure = None
+
+    @property
+    def problem(self) -> StrategyProblem | None:
+        """Why slots are not saved, or why the latest save has failed; None while they are."""
+        return self.saving.problem or self._transfers.failure
 
     async def decode_ahead(self, job: SlotJob, tokens: Tokens) -> None:
         """Decode the prompt `tokens` in the slot of a job, which keeps its holes and its budget.

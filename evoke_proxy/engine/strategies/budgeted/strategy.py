@@ -88,13 +88,14 @@ class BudgetedStrategy(CacheStrategy):
     def description(self) -> str:
         """See CacheStrategy; "" where the model needs no saved slots, and before one was saved."""
         saving = self._records.saving
+        if self.problem is not None:
+            return self.problem.described
         return saving.describe() if saving is not None else ""
 
     @property
     def problem(self) -> StrategyProblem | None:
         """See CacheStrategy: why slots are not saved, where the model needs that."""
-        saving = self._records.saving
-        return saving.problem if saving is not None else None
+        return self._records.saving_problem
 
     def _check_saving(self) -> None:
         """Check in the background whether slots are saved, if that is due."""
@@ -112,7 +113,7 @@ class BudgetedStrategy(CacheStrategy):
             await saving.run(self._server.calls.stock)
         except EvokeError as error:
             return f"snapshots: not known yet ({error})"
-        return saving.describe()
+        return self.description
 
     async def prefetch(self, draft: ParsedChat, calls: ServerCalls) -> PrefetchResult:
         """See CacheStrategy."""
@@ -413,7 +414,12 @@ class BudgetedStrategy(CacheStrategy):
         metrics.drifts.labels(cause=drift.cause).inc()
         metrics.drift_tokens.labels(cause=drift.cause).inc(cost)
         count, total = conversation.budgeted_history.drifted(drift, cost)
-        _log.info("session %s: %s, %d tokens decoded again", conversation.id, drift.summary(), cost)
+        _log.info(
+            "session %s does not continue its previous prompt: %s, %d tokens decoded again",
+            conversation.id,
+            drift.text,
+            cost,
+        )
         if count == _FREQUENT and drift.cause in REMEDIES:
             _log.warning(
                 "session %s: %s for the third time, %d tokens decoded again: %s",

@@ -53,28 +53,36 @@ class SavingTest:
 
     def problem_of(self, error: UpstreamRejected | SnapshotUnusable) -> StrategyProblem:
         """What a failure of the test says about llama-server and the directory, and the fix."""
-        directory = self._repository.files.directory
-        if isinstance(error, UpstreamRejected):
-            if error.status == 501:
-                return StrategyProblem(
-                    "no_save_path",
-                    "llama-server runs without --slot-save-path",
-                    f"start it with --slot-save-path {directory}",
-                )
+        return problem_of(self._repository, error)
+
+
+def problem_of(
+    repository: SnapshotRepository, error: UpstreamRejected | SnapshotUnusable
+) -> StrategyProblem:
+    """What a failed save says about llama-server and the directory, and the fix."""
+    directory = repository.files.directory
+    if isinstance(error, UpstreamRejected):
+        if error.status == 501:
             return StrategyProblem(
-                "not_saved",
-                f"llama-server cannot save slots ({error})",
-                "let it write to the directory of its --slot-save-path; its log has the reason",
-            )
-        if error.reason != "missing":
-            return StrategyProblem(
-                "not_readable",
-                f"the file that llama-server has saved to {directory} cannot be used ({error})",
-                _UNUSABLE_FIXES.get(error.reason, _OTHER_FIX),
+                "no_save_path",
+                "llama-server runs without --slot-save-path",
+                f"start it with --slot-save-path {directory}",
             )
         return StrategyProblem(
-            "other_directory",
-            f"{directory} is not the --slot-save-path of llama-server, which saves slots elsewhere",
-            "set snapshots.directory to the directory of llama-server's --slot-save-path, as"
-            f" the proxy sees it, or start llama-server with --slot-save-path {directory}",
+            "not_saved",
+            f"llama-server cannot save slots ({error})",
+            "let it write to the directory of its --slot-save-path, and leave room on the disk of"
+            " that; its log has the reason",
         )
+    if error.reason != "missing":
+        return StrategyProblem(
+            "not_readable",
+            f"the file that llama-server has saved to {directory} cannot be used ({error})",
+            _UNUSABLE_FIXES.get(error.reason, _OTHER_FIX),
+        )
+    return StrategyProblem(
+        "other_directory",
+        f"{directory} is not the --slot-save-path of llama-server, which saves slots elsewhere",
+        "set snapshots.directory to the directory of llama-server's --slot-save-path, as"
+        f" the proxy sees it, or start llama-server with --slot-save-path {directory}",
+    )

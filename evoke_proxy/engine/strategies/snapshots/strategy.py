@@ -129,12 +129,14 @@ class SnapshotStrategy(CacheStrategy):
     @property
     def description(self) -> str:
         """See CacheStrategy; "" before the server was probed."""
+        if self.problem is not None:
+            return self.problem.described
         return self.probe.describe() if self.probe.fingerprint else ""
 
     @property
     def problem(self) -> StrategyProblem | None:
         """See CacheStrategy; None before the server was probed."""
-        return self.probe.problem if self.probe.fingerprint else None
+        return (self.probe.problem or self.transfers.failure) if self.probe.fingerprint else None
 
     def adjust(self, config: Config) -> None:
         """Apply other limits to stored snapshots."""
@@ -183,6 +185,7 @@ class SnapshotStrategy(CacheStrategy):
     def server_started(self, server: ServerInfo) -> None:
         """Forget the contents of the earlier server instance."""
         self.probe.forget()
+        self.transfers.failure = None
         self._placement.forget_contents()
 
     def selected(self, server: ServerInfo) -> None:
@@ -196,7 +199,7 @@ class SnapshotStrategy(CacheStrategy):
             await self.probe.learn(self._api)
         except EvokeError as error:
             return f"snapshots: not known yet ({error})"
-        return self.probe.describe()
+        return self.description
 
     async def save_all(self) -> None:
         """Save the rows of conversations in slots that no snapshot has."""
@@ -347,7 +350,7 @@ class SnapshotStrategy(CacheStrategy):
         _log.info(
             "session %s does not continue its previous prompt: %s",
             conversation.id,
-            change.summary(),
+            change.text,
         )
 
     async def before_forwarding(self, calls: ServerCalls) -> None:

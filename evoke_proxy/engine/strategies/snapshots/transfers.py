@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
@@ -15,8 +16,10 @@ from evoke_proxy.core.snapshots.slot_contents import SlotContents
 from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.slot_queue import finished
+from evoke_proxy.engine.server.strategy import StrategyProblem
 from evoke_proxy.engine.storage.snapshot_choice import SnapshotChoice
 from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel, SnapshotRepository
+from evoke_proxy.engine.strategies.snapshots.saving_test import problem_of
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
 from evoke_proxy.engine.strategies.snapshots.shared_cells import SharedCells
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
@@ -37,6 +40,7 @@ class SnapshotTransfers:
 
     Attributes:
         choice: Chooses the snapshot to restore.
+        failure: Why the latest save has failed; None when it has succeeded, and before the first.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class SnapshotTransfers:
         tasks: BackgroundTasks,
     ) -> None:
         self.choice = SnapshotChoice(repository)
+        self.failure: StrategyProblem | None = None
         self._repository = repository
         self._probe = probe
         self._unverified = unverified
@@ -254,7 +259,7 @@ class SnapshotTransfers:
         try:
             copied = await api.save(slot, part)
         except UpstreamRejected as error:
-            self._discard(part, "failed", str(error))
+            self._fail(part, error)
             return None
         except UpstreamError as error:
             self._discard(part, "failed", str(error), isinstance(error, UpstreamTimeout))
@@ -303,9 +308,28 @@ class SnapshotTransfers:
             behaviour = self._probe.behaviour
             if within_window:
                 behaviour.window_tokens = max(behaviour.window_tokens, len(tokens))
-            self._discard(part, "skipped_window" if within_window else "failed", str(error))
+                self._discard(part, "skipped_window", str(error))
+            else:
+                self._fail(part, error)
         else:
             self._metrics.saves.labels(result="saved").inc()
+            if self.failure is not None:
+                self.failure = None
+                _log.info("slots are saved again: %s", self._repository.described)
+
+    def _fail(self, part: str, error: UpstreamRejected | SnapshotUnusable) -> None:
+        """Delete the file of a save that has failed; the same reason is logged once, with its fix.
+
+        That is until another save succeeds.
+        """
+        before = self.failure
+        self.failure = replace(problem_of(self._repository, error), is_off=False)
+        self._repository.discard(part)
+        self._metrics.saves.labels(result="failed").inc()
+        if before is None or before.code != self.failure.code:
+            _log.warning("%s", self.failure.described)
+        else:
+            _log.info("a slot was not saved: %s", error)
 
     def _discard(self, part: str, result: str, reason: str, may_be_written: bool = False) -> None:
         """Delete a part file that does not become a snapshot.

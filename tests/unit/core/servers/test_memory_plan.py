@@ -11,6 +11,7 @@ from evoke_proxy.core.servers.memory_plan import (
     ModelShape,
     PlanOptions,
     make_plan,
+    mib_in_words,
     session_bytes,
 )
 
@@ -59,9 +60,27 @@ def test_host_memory_and_disk_hold_the_blocks_of_all_sessions() -> None:
     small = Machine(device=16 * GIB, ram=4 * GIB, disk=3 * GIB)
     plan = make_plan(DENSE, small, PlanOptions(cells=16_384, context=65_536, sessions=2))
     assert (plan.ram_mib, plan.disk_mib) == (2048, 1536)
-    assert any("Host memory" in note for note in plan.notes)
+    assert any("more than host memory and disk hold" in note for note in plan.notes)
     explicit = make_plan(DENSE, small, PlanOptions(cells=16_384, ram_mib=700, disk_mib=0))
     assert (explicit.ram_mib, explicit.disk_mib) == (700, 0)
+
+
+def test_blocks_that_host_memory_has_no_room_for_are_on_disk_if_that_has() -> None:
+    plan = make_plan(DENSE, Machine(16 * GIB, 4 * GIB, 500 * GIB), PlanOptions(cells=16_384))
+    assert plan.notes == ("Host memory holds 2048 MiB of 7884 MiB: the rest is on disk.",)
+    four = PlanOptions(cells=16_384, sessions=4)
+    plan = make_plan(DENSE, Machine(64 * GIB, 4 * GIB, 20 * GIB), four)
+    (note,) = plan.notes
+    assert note.startswith("Conversations of this length need 30.8 GiB for blocks, more than")
+    assert "lost and decoded again" in note and "--state DIR" in note
+
+
+@pytest.mark.parametrize(
+    ("mib", "text"),
+    [(1, "1 MiB"), (10_239, "10239 MiB"), (10_240, "10 GiB"), (34_685, "33.9 GiB")],
+)
+def test_a_large_size_is_written_in_gib(mib: int, text: str) -> None:
+    assert mib_in_words(mib) == text
 
 
 def test_a_device_that_is_too_small_gives_a_note() -> None:

@@ -73,6 +73,9 @@ def test_the_reported_characters_are_those_that_differ() -> None:
     assert found.summary() == {
         "cause": "date_line", "message": 0, "characters": [found.start, found.end]
     }  # fmt: skip
+    assert found.text == f"date_line in message 0, characters {found.start} to {found.end}"
+    assert Drift("branched", 3, 27, 27).text == "branched in message 3, from character 27"
+    assert Drift("tool_order").text == "tool_order"
 
 
 def test_a_changed_billing_header_is_reported_as_billing_line() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import virtual_time
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +16,7 @@ from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.config import UpstreamConfig
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.engine.admin.exposition import UpstreamMetrics, merge_by_server
-from evoke_proxy.errors import UpstreamRejected
+from evoke_proxy.errors import UpstreamRejected, UpstreamUnavailable
 
 ONE = b"""# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
 # TYPE llamacpp:prompt_tokens_total counter
@@ -105,3 +107,37 @@ def test_a_server_is_reported_up_while_another_scrape_is_running() -> None:
         assert up() == 1
 
     virtual_time.run(scrapes())
+
+
+def test_the_counters_of_saved_blocks_stay_while_a_server_does_not_answer() -> None:
+    metrics, patched = Metrics(), ServerInfo("", "")
+    answers: list[ServerInfo | UpstreamUnavailable] = [
+        *(patched, UpstreamUnavailable("closed"), replace(patched, sleeping=True), patched),
+        ServerInfo("unpatched", ""),
+    ]
+    dropped = iter((7, 2))
+
+    class Server(LlamaClient):
+        async def info(self, client: object = None) -> ServerInfo:
+            answer = answers.pop(0)
+            if isinstance(answer, UpstreamUnavailable):
+                raise answer
+            return answer
+
+        async def call(self, *words: Any, **options: Any) -> dict[str, Any]:
+            return {"ram": {"used": 1, "budget": 9, "n_dropped": next(dropped)}}
+
+        @asynccontextmanager
+        async def open(self, *words: Any, **options: Any) -> AsyncIterator[Any]:
+            raise UpstreamUnavailable("no metrics")
+            yield
+
+    async def scrapes() -> list[float | None]:
+        scraper, value = UpstreamMetrics(_Proxy({"": Server(UpstreamConfig())}, metrics)), []
+        for _ in range(5):
+            await scraper.scrape()
+            labels = {"server": ""}
+            value.append(metrics.registry.get_sample_value("evoke_ram_dropped_total", labels))
+        return value
+
+    assert asyncio.run(scrapes()) == [7, 7, 7, 2, 0]

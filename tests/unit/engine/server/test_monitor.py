@@ -11,7 +11,7 @@ import virtual_time
 
 from evoke_proxy.adapters.llama.client import LlamaClient
 from evoke_proxy.adapters.metrics import Metrics
-from evoke_proxy.config import Config, PolicyConfig, UpstreamConfig
+from evoke_proxy.config import Config, PolicyConfig, SnapshotsConfig, UpstreamConfig
 from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.engine.server.monitor import ServerMonitor
 from evoke_proxy.errors import (
@@ -176,6 +176,51 @@ def test_a_server_that_cannot_evict_is_described_once_with_what_to_do(
     text = monitor.describe()
     assert f"nothing is evicted{advice}" in text
     assert text.count("build-server") <= 1
+    assert "start it with --slot-save-path DIR and set snapshots.directory to DIR" in text
+    assert f"`evoke-proxy doctor --upstream {config.upstream.url}`" in text
+    snapshots = SnapshotsConfig(directory="/slots")
+    monitor.config = Config(policy=PolicyConfig(budget=budget), snapshots=snapshots)
+    assert "--slot-save-path" not in monitor.describe()
+
+
+def test_the_same_failure_is_logged_once_a_minute_until_the_server_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loading = UpstreamRejected(503, b"loading")
+    answers = [REFUSED, REFUSED, loading, loading, REFUSED, REFUSED, REFUSED, FIRST, REFUSED]
+    monitored = MonitoredServer(list(answers))
+
+    async def run() -> None:
+        for seconds in (0, 1, 1, 1, 1, 40, 30, 1, 1):
+            await asyncio.sleep(seconds)
+            monitored.monitor.doubt()
+            await monitored.monitor.ensure_current()
+
+    virtual_time.run(run())
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    refused, other = str(REFUSED), str(loading)
+    assert warnings == [refused, other, refused, refused, refused]
+
+
+def test_a_readiness_check_of_a_hanging_server_ends_after_seconds() -> None:
+    monitored = MonitoredServer([FIRST])
+
+    async def hang() -> ServerInfo:
+        await asyncio.sleep(60)
+        raise UpstreamTimeout("silent")
+
+    async def run() -> tuple[float, dict[str, Any]]:
+        assert (await monitored.monitor.check())["ok"]
+        monitored.upstream.info = hang
+        check = await monitored.monitor.check()
+        return asyncio.get_running_loop().time(), check
+
+    elapsed, check = virtual_time.run(run())
+    assert elapsed == 5 and not check["ok"] and "did not answer within 5 s" in check["detail"]
+    assert monitored.monitor.server is UNKNOWN_SERVER
+    monitored.upstream.info = monitored._info
+    assert monitored.check(False) == [FIRST], "the same process answers again"
+    assert monitored.monitor.server is FIRST
 
 
 def test_a_server_that_is_away_is_not_taken_for_an_unpatched_one() -> None:

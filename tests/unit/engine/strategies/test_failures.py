@@ -85,3 +85,12 @@ def test_a_defect_is_logged_as_an_error_with_its_traceback(
     defect, known = caplog.records
     assert (defect.levelno, known.levelno) == (logging.ERROR, logging.WARNING)
     assert defect.exc_info is not None and known.exc_info is None
+
+
+@pytest.mark.parametrize(("code", "is_named"), [("not_found", True), (404, False)])
+def test_another_proxy_that_refuses_block_calls_is_named(
+    code: object, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.dumps({"error": {"type": "not_found_error", "code": code, "message": "x"}})
+    decide("render", UpstreamRejected(404, body.encode()))
+    assert ("is another evoke-proxy: name the address of llama-server" in caplog.text) is is_named
