@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes = doctor_eviction.changes(eviction, config)
     if findings is not None:
         changes += advice(findings, gets_blocks=eviction.lacks_ram)
+        changes += _lacking_space(findings, config)
     hints = doctor_eviction.hints(eviction)
     if findings is not None and findings.leaves_file:
         hints.append(f"delete {_FILE_NAME} (some bytes), which this test left in the directory of"
@@ -129,6 +130,20 @@ def run(arguments: argparse.Namespace) -> int:
         lines += [f"change     {text}" for text in changes or ["nothing"]]
         print("\n".join([*lines, *(f"consider   {text}" for text in hints)]))
     return 1 if changes else 0
+
+
+def _lacking_space(findings: Findings, config: Config) -> list[str]:
+    """What to change where the disk of the snapshots has no space for them."""
+    directory, least = Path(config.snapshots.directory), config.snapshots.min_free_mib
+    if findings.no_files:
+        return []
+    free_mib = SnapshotFiles(directory).free_bytes() >> 20
+    if free_mib >= least:
+        return []
+    return [
+        f"the disk of {directory} has {free_mib} MiB free, and snapshots.min_free_mib keeps"
+        f" {least} MiB free, so no snapshot is kept: make room on that disk, or set less"
+    ]
 
 
 @dataclass(frozen=True, slots=True)

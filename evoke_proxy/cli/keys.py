@@ -62,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             return _make_token(path, arguments.keep)
         return _act(arguments, path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        hint = "" if path.parent.is_dir() else f"; create the directory {path.parent} first"
+        raise ConfigError(f"{path} cannot be used: {error.strerror}{hint}") from error
 
 
 def _file(arguments: argparse.Namespace) -> Path:

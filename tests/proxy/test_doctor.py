@@ -87,6 +87,16 @@ def test_doctor_says_why_no_file_is_in_the_directory(
     assert not any("delete doctor.evoke-part" in text for text in report["hints"])
 
 
+def test_doctor_names_a_disk_without_space_for_snapshots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVOKE_SNAPSHOTS_MIN_FREE_MIB", str(1 << 30))
+    with Deployment(tmp_path).server() as port:
+        code, report = _run_doctor(capsys, port, "--directory", str(tmp_path))
+    (text,) = [text for text in report["advice"] if "so no snapshot is kept" in text]
+    assert code == 1 and "make room on that disk" in text and str(tmp_path) in text
+
+
 def test_doctor_leaves_no_contents_in_a_directory_that_it_cannot_find(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

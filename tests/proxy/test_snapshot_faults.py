@@ -245,6 +245,19 @@ def test_no_save_starts_without_free_disk_space(tmp_path: Path) -> None:
         _chat(4).ask(proxied.port)
         proxied.wait_for_background()
         assert proxied.metric("evoke_snapshot_saves_total", result="skipped_room") == 1
+        status = json.loads(ask(proxied.port, "GET", "/evoke/ready").body)
+        assert (status["status"], status["reasons"]) == ("degraded", ["snapshots:no_room"])
+        (problem,) = json.loads(ask(proxied.port, "GET", "/evoke/overview").body)["problems"]
+        assert "snapshots.min_free_mib keeps 1073741824 MiB free" in problem["problem"]
+        assert "make room on that disk" in problem["fix"]
+
+        config = proxied.gateway.config
+        less = replace(config, snapshots=replace(config.snapshots, min_free_mib=0))
+        proxied.loop.call_soon_threadsafe(proxied.gateway.adjust, less)
+        _chat(5).ask(proxied.port)
+        proxied.wait_for_background()
+        assert proxied.metric("evoke_snapshot_saves_total", result="saved") >= 1
+        assert json.loads(ask(proxied.port, "GET", "/evoke/ready").body)["status"] == "ready"
 
 
 @pytest.mark.parametrize("other", [("-ctk", "q8_0", "-ctv", "q8_0"), ("-fa", "off")], ids=" ".join)

@@ -189,6 +189,18 @@ class SnapshotRepository:
         free_bytes = self._room()
         return has_room(self.snapshots, self._bounds, tenant, int(n_bytes), free_bytes)
 
+    @property
+    def lacking_space(self) -> str:
+        """Why the disk had no space for any snapshot when that was read last; "" when it had."""
+        deletable = sum(item.n_bytes for item in self.snapshots if not item.pinned)
+        free_bytes, least = self._room(), self._bounds.min_free_bytes
+        if free_bytes + deletable >= least:
+            return ""
+        return (
+            f"the disk of {self.files.directory} has {free_bytes >> 20} MiB free, and"
+            f" snapshots.min_free_mib keeps {least >> 20} MiB free"
+        )
+
     async def _measure_room(self) -> None:
         """Read the free space of the disk; a disk that hangs delays only this request."""
         try:

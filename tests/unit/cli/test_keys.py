@@ -58,6 +58,14 @@ def test_a_missing_file_of_keys_is_an_error(
     assert not path.exists()
 
 
+@pytest.mark.parametrize("words", [["add", "alice"], ["token"]])
+def test_a_missing_directory_is_to_be_created(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = _error(capsys, *words, "--file", str(tmp_path / "etc/keys"))
+    assert f"create the directory {tmp_path / 'etc'} first" in message
+
+
 def test_keys_are_listed_under_headings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "keys")
     assert main(["keys", "add", "alice", "--tenant", "research", "--file", path]) == 0

@@ -115,8 +115,7 @@ class SlotSnapshots:
             return
         if self.saving.problem is not None:
             return
-        n_bytes = len(tokens) * self._probe.costs.bytes_per_token
-        if not self.repository.has_room(conversation.tenant, n_bytes):
+        if not self._transfers.has_room(conversation.tenant, len(tokens)):
             return
         fingerprint = await api.fingerprint()
         # Without a tenant no copies are listed.

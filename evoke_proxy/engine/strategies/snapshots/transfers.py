@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # A prompt ends with a few tokens that begin the answer, which the next one may have otherwise.
 _ANSWER_HEAD_TOKENS = 16
+# The code of a disk that has no space for snapshots.
+_NO_ROOM = "no_room"
 
 
 class SnapshotTransfers:
@@ -216,9 +218,19 @@ class SnapshotTransfers:
             return "window"
         if not probe.costs.worth_saving(risk * gain, len(tokens), waited_for):
             return "cheap"
-        if not self._repository.has_room(tenant, len(tokens) * probe.costs.bytes_per_token):
-            return "room"
-        return ""
+        return "" if self.has_room(tenant, len(tokens)) else "room"
+
+    def has_room(self, tenant: str, n_tokens: int) -> bool:
+        """Return whether the limits allow a snapshot; a disk without space becomes `failure`."""
+        n_bytes = n_tokens * self._probe.costs.bytes_per_token
+        if self._repository.has_room(tenant, n_bytes):
+            if self.failure is not None and self.failure.code == _NO_ROOM:
+                self._end_failure()
+            return True
+        if why := self._repository.lacking_space:
+            fix = "make room on that disk, or set snapshots.min_free_mib to less"
+            self._begin_failure(StrategyProblem(_NO_ROOM, why, fix, is_off=False))
+        return False
 
     def seconds_until_save(self) -> float:
         """Return in how many seconds a save keeps to `snapshots.stall_share`; 0 or less: now."""
@@ -314,21 +326,29 @@ class SnapshotTransfers:
         else:
             self._metrics.saves.labels(result="saved").inc()
             if self.failure is not None:
-                self.failure = None
-                _log.info("slots are saved again: %s", self._repository.described)
+                self._end_failure()
+
+    def _begin_failure(self, failure: StrategyProblem) -> bool:
+        """Note why a save has failed; returns whether that is new, and logs it then."""
+        before, self.failure = self.failure, failure
+        is_new = before is None or before.code != failure.code
+        if is_new:
+            _log.warning("%s", failure.described)
+        return is_new
+
+    def _end_failure(self) -> None:
+        self.failure = None
+        _log.info("slots are saved again: %s", self._repository.described)
 
     def _fail(self, part: str, error: UpstreamRejected | SnapshotUnusable) -> None:
         """Delete the file of a save that has failed; the same reason is logged once, with its fix.
 
         That is until another save succeeds.
         """
-        before = self.failure
-        self.failure = replace(problem_of(self._repository, error), is_off=False)
         self._repository.discard(part)
         self._metrics.saves.labels(result="failed").inc()
-        if before is None or before.code != self.failure.code:
-            _log.warning("%s", self.failure.described)
-        else:
+        failure = replace(problem_of(self._repository, error), is_off=False)
+        if not self._begin_failure(failure):
             _log.info("a slot was not saved: %s", error)
 
     def _discard(self, part: str, result: str, reason: str, may_be_written: bool = False) -> None:

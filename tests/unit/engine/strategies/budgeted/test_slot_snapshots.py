@@ -48,10 +48,12 @@ def _count_saves(
         saved.append(1)
         return True
 
-    repository: Any = SimpleNamespace(has_room=lambda *_: has_room)
+    repository: Any = SimpleNamespace()
     saving: Any = SimpleNamespace(problem=problem)
     transfers: Any = SimpleNamespace(
-        save_with_answer=save_with_answer, seconds_until_save=lambda: 0.0
+        save_with_answer=save_with_answer,
+        seconds_until_save=lambda: 0.0,
+        has_room=lambda *_: has_room,
     )
     behaviour = SimpleNamespace(window_tokens=0)
     probe: Any = SimpleNamespace(behaviour=behaviour, costs=Costs(0.1))
