@@ -42,6 +42,7 @@ def saved(
     reason: str = "",
     prompt: Tokens = NO_TOKENS,
     losses: list[Loss] | None = None,
+    own: Any = None,
 ) -> list[int]:
     """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
 
@@ -94,7 +95,7 @@ def saved(
         )
         with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
             api: Any = SimpleNamespace(list_slots=list_slots)
-            await displaced.save(lease, api, conversation("new", -1), prompt)
+            await displaced.save(lease, api, own or conversation("new", -1), prompt)
         for other in others:
             other.release()
 
@@ -156,6 +157,21 @@ def test_of_several_slots_only_the_one_that_llama_server_chooses_has_no_copy_in_
     prompt[900:] += 7
     saves = saved([one, other], behaviour=behaviour, clears_idle_slots=True, prompt=prompt)
     assert saves == [0]
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    mine = conversation("mine", 2)
+    one.snapshots.contents.tokens[800:] += 9
+    one.snapshots.contents_changed(replace(one.snapshots.contents, exact=True, answer_from=None))
+    saves = saved([one, mine], behaviour=behaviour, clears_idle_slots=True, prompt=prompt, own=mine)
+    assert saves == []
+
+
+def test_contents_that_are_exact_are_saved_whatever_the_next_prompts_do_with_answers() -> None:
+    one = conversation("a", 0)
+    for _ in range(3):
+        one.snapshots.answers.record(1, 0)
+    assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == []
+    one.snapshots.contents_changed(replace(one.snapshots.contents, exact=True))
+    assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
 
 
 @pytest.mark.parametrize(("n_changed", "n_answer"), [(0, 300), (3, 0)])
