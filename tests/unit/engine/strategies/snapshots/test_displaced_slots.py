@@ -158,9 +158,8 @@ def test_of_several_slots_only_the_one_that_llama_server_chooses_has_no_copy_in_
     saves = saved([one, other], behaviour=behaviour, clears_idle_slots=True, prompt=prompt)
     assert saves == [0]
     prompt = np.arange(N_TOKENS, dtype=np.int32)
-    mine = conversation("mine", 2)
+    one, mine = conversation("a", 0), conversation("mine", 2)
     one.snapshots.contents.tokens[800:] += 9
-    one.snapshots.contents_changed(replace(one.snapshots.contents, exact=True, answer_from=None))
     saves = saved([one, mine], behaviour=behaviour, clears_idle_slots=True, prompt=prompt, own=mine)
     assert saves == []
 
