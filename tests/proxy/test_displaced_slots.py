@@ -178,3 +178,18 @@ def test_a_shared_system_prompt_is_not_taken_for_contents_of_the_ram_cache(tmp_p
                 chat.add_reply()
             counts.append(decoded(running.port) - before)
         assert max(counts[3:]) <= len(chats) * TURN
+
+
+def test_a_long_answer_is_saved_behind_a_prompt_that_a_snapshot_has(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path, "", (*NO_RAM, "-np", "1"))
+    with deployment.server_and_proxy(look_ahead=False, min_gain=4.0) as running:
+        chat, other = long_chat(400), long_chat(400, 7)
+        for text in ("Begin.", "Continue."):
+            chat.ask(running.port, text, max_tokens=400)
+            chat.add_reply()
+            running.wait_for_background()
+        other.ask(running.port, "Begin.")
+        running.wait_for_background()
+        before = decoded(running.port)
+        chat.ask(running.port, "Go on.")
+        assert decoded(running.port) - before <= TURN

@@ -14,7 +14,7 @@ from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.session.codec import SessionRecord
 from evoke_proxy.core.session.drift import Drift
 from evoke_proxy.core.snapshots.costs import SuccessTracker
-from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents
+from evoke_proxy.core.snapshots.slot_contents import SentRequest, SlotContents, SlotStatus
 
 # Blocks whose vectors wait to be written to disk.
 _MAX_UNWRITTEN = 1024
@@ -263,11 +263,21 @@ class SnapshotState:
         """Record what the conversation has in a slot; None for nothing, or nothing certain."""
         self.contents = contents
 
-    def answer_saved(self, tokens: Tokens) -> None:
-        """Record that the contents were saved; `tokens` are theirs and those of the answer."""
+    def answer_saved(self, tokens: Tokens, status: SlotStatus | None) -> None:
+        """Record that the contents were saved; `tokens` are theirs and those of the answer.
+
+        `status` is that of their slot, in which nothing is decoded any more.
+        """
         if self.contents is not None:
             begin = len(self.contents.tokens)
-            self.contents = replace(self.contents, tokens=tokens, exact=True, answer_from=begin)
+            self.contents = replace(
+                self.contents,
+                tokens=tokens,
+                exact=True,
+                answer_from=begin,
+                status=status,
+                was_cut_off=False,
+            )
 
     def branch_continued(self, branch: str) -> None:
         """Record that a snapshot of a branch was restored."""

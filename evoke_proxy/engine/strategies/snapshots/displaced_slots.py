@@ -9,12 +9,12 @@ from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import STEP
-from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus
+from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, longest_shared
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
-from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
-from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
+from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement, with_status
+from evoke_proxy.engine.strategies.snapshots.transfers import Loss, SnapshotTransfers
 
 # A conversation with fewer requests may have no other: one-shot prompts are not saved for nothing.
 _MIN_REQUESTS = 2
@@ -60,25 +60,34 @@ class DisplacedSlots:
         """
         if self._probe.problem:
             return
-        displaced = self._displaced(lease, conversation)
-        if not any(self._risk(contents, prompt) for _, contents in displaced):
+        displaced = list(self._displaced(lease, conversation))
+        own = conversation.snapshots.contents if conversation is not None else None
+        in_slots = [contents for _, contents in displaced] + ([own] if own is not None else [])
+        n_chosen = longest_shared(in_slots, prompt)
+        if not any(self._losses(*each, prompt, n_chosen) for each in displaced):
             return
         slots = await api.list_slots()
         for other, contents in list(self._displaced(lease, conversation, slots)):
-            if self._is_worth_saving(other, contents, self._risk(contents, prompt)):
+            losses = self._losses(other, contents, prompt, n_chosen)
+            if self._is_worth_saving(other, contents, losses):
                 await self._save(other, contents, lease, api)
 
-    def _risk(self, contents: SlotContents, prompt: Tokens) -> float:
-        """The share of displaced contents that llama-server is expected to lose, from 0 to 1.
+    def _losses(
+        self, conversation: Conversation, contents: SlotContents, prompt: Tokens, n_chosen: int
+    ) -> Sequence[Loss]:
+        """What may be lost when a prompt displaces contents; each alone may be worth a save.
 
-        It keeps a copy in RAM, if it can, except where the prompt that displaces the contents has
-        at least half of them (`get_available_slot` in tools/server/server-context.cpp).
+        llama-server keeps a copy in RAM, if it can, except where the prompt that displaces the
+        contents has at least half of them (`get_available_slot` in
+        tools/server/server-context.cpp): there all is lost but what the prompt has. Of several
+        slots that is the one with most of the prompt: `n_chosen` tokens.
         """
-        loss, n_tokens = self._probe.behaviour.ram.loss, len(contents.tokens)
-        if loss >= 1.0 or not n_tokens:
-            return loss
+        risk, n_answer = self._probe.behaviour.ram.loss, _n_answer(conversation, contents)
+        losses = [Loss(risk, n_answer=n_answer)] if risk else []
         n_shared = common_prefix(contents.tokens, prompt)
-        return loss if 2 * n_shared < n_tokens else max(loss, 1.0 - n_shared / n_tokens)
+        if 0 < len(contents.tokens) <= 2 * n_shared and n_shared == n_chosen:
+            losses.append(Loss(n_kept=n_shared, n_answer=n_answer))
+        return losses
 
     def _displaced(
         self,
@@ -101,15 +110,18 @@ class DisplacedSlots:
                 yield other, contents
 
     def _is_worth_saving(
-        self, conversation: Conversation, contents: SlotContents, risk: float
+        self, conversation: Conversation, contents: SlotContents, losses: Sequence[Loss]
     ) -> bool:
         tokens = contents.tokens
         if conversation.snapshots.n_sent < _MIN_REQUESTS or len(tokens) < self._config.min_tokens:
             return False
         if not self._is_of_use(conversation, contents):
             return False
-        return not self._transfers.reason_not_to_save(
-            conversation.tenant, tokens, waited_for=True, risk=risk
+        return any(
+            not self._transfers.reason_not_to_save(
+                conversation.tenant, tokens, waited_for=True, loss=loss
+            )
+            for loss in losses
         )
 
     async def save_contents(self, conversation: Conversation, api: StockApi) -> None:
@@ -120,11 +132,12 @@ class DisplacedSlots:
         contents = conversation.snapshots.contents
         if contents is None or contents.slot < 0 or not self._is_of_use(conversation, contents):
             return
-        if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens):
+        loss = Loss(n_answer=_n_answer(conversation, contents))
+        if self._transfers.reason_not_to_save(conversation.tenant, contents.tokens, loss=loss):
             return
-        unchanged = contents.is_unchanged(await api.list_slots())
-        if unchanged and await self._probe.is_same_server(api):
-            await self._save_contents(conversation, contents, api)
+        slots = await api.list_slots()
+        if contents.is_unchanged(slots) and await self._probe.is_same_server(api):
+            await self._save_contents(conversation, with_status(contents, slots), api)
 
     def _is_of_use(self, conversation: Conversation, contents: SlotContents) -> bool:
         """Whether the next prompt may continue the contents, whatever it has for the answer."""
@@ -147,21 +160,29 @@ class DisplacedSlots:
                 api
             ):
                 return
-            if not _is_left(contents, await api.list_slots()):
-                return
-            await self._save_contents(other, contents, api)
+            slots = await api.list_slots()
+            if _is_left(contents, slots):
+                await self._save_contents(other, with_status(contents, slots), api)
 
     async def _save_contents(
         self, conversation: Conversation, contents: SlotContents, api: StockApi
     ) -> None:
+        left = conversation.snapshots.contents
         branch, tokens = conversation.snapshots.branch or conversation.id, contents.tokens
         label = self._placement.label(conversation.tenant, branch, STEP, len(tokens))
         if contents.exact:
             await self._transfers.save(contents.slot, tokens, label, api)
             return
         saved = await self._transfers.save_with_answer(contents.slot, tokens, label, api)
-        if saved is not None and conversation.snapshots.contents is contents:
-            conversation.snapshots.answer_saved(saved)
+        if saved is not None and conversation.snapshots.contents is left:
+            conversation.snapshots.answer_saved(saved, contents.status)
+
+
+def _n_answer(conversation: Conversation, contents: SlotContents) -> int:
+    """How many tokens of the latest answer are in the slot, if the next prompt may have them."""
+    if contents.exact or contents.status is None or not conversation.snapshots.answers.is_trusted:
+        return 0
+    return max(0, contents.status.n_tokens - len(contents.tokens))
 
 
 def _is_left(contents: SlotContents, slots: Sequence[SlotStatus] | None) -> bool:

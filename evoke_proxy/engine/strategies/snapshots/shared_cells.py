@@ -37,12 +37,11 @@ class SharedCells:
 
         Returns whether more cells are free now. Raises UpstreamError.
         """
-        others = [
-            status
-            for status in await self._api.list_slots() or ()
-            if status.id != self._slot and status.n_tokens
-        ]
-        n_missing = n_tokens + sum(status.n_tokens for status in others) - (self._api.n_ctx or 0)
+        slots, n_cells = await self._api.list_slots() or (), self._api.n_ctx or 0
+        if sum(status.n_tokens for status in slots) > n_cells:
+            return False  # the slots do not share cells: the restore was refused for another reason
+        others = [status for status in slots if status.id != self._slot and status.n_tokens]
+        n_missing = n_tokens + sum(status.n_tokens for status in others) - n_cells
         has_freed = False
         for status in sorted(others, key=self._used_at):
             if n_missing > 0 and not status.busy and await self._empty(status.id):

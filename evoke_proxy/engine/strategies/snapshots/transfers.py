@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from evoke_proxy.adapters.llama.stock_api import SlotCopy, StockApi
@@ -32,6 +32,21 @@ _T = TypeVar("_T")
 _ANSWER_HEAD_TOKENS = 16
 # The code of a disk that has no space for snapshots.
 _NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What must be decoded again if a slot is not saved."""
+
+    # The probability that its rows are lost, from 0 to 1.
+    risk: float = 1.0
+    # Number of its first tokens that are kept nevertheless.
+    n_kept: int = 0
+    # Number of its tokens behind the known ones: the latest answer, if the next prompt has it.
+    n_answer: int = 0
+
+
+_CERTAIN = Loss()
 
 
 class SnapshotTransfers:
@@ -200,25 +215,26 @@ class SnapshotTransfers:
         self._repository.end_restore(match.snapshot, useful=False)
 
     def reason_not_to_save(
-        self, tenant: str, tokens: Tokens, waited_for: bool = False, risk: float = 1.0
+        self, tenant: str, tokens: Tokens, waited_for: bool = False, loss: Loss = _CERTAIN
     ) -> str:
         """Return why these tokens are not worth a snapshot now, "" when they are.
 
-        `waited_for` says that a request waits for as long as the save takes. `risk` is the
-        probability, from 0 to 1, that they have to be decoded again without a snapshot.
+        `waited_for` says that a request waits for as long as the save takes. `loss` is what has to
+        be decoded again without the snapshot; by default all tokens that no other one has.
         """
         probe = self._probe
         if probe.problem:
             return "reduced"
         owned = self._repository.of(tenant, probe.fingerprint)
-        gain = len(tokens) - self.choice.n_saved(owned, tokens)
-        if not gain:
+        n_tokens = len(tokens) + loss.n_answer
+        gain = n_tokens - max(self.choice.n_saved(owned, tokens), loss.n_kept)
+        if gain <= 0:
             return "there"
         if len(tokens) <= probe.behaviour.window_tokens:
             return "window"
-        if not probe.costs.worth_saving(risk * gain, len(tokens), waited_for):
+        if not probe.costs.worth_saving(loss.risk * gain, n_tokens, waited_for):
             return "cheap"
-        return "" if self.has_room(tenant, len(tokens)) else "room"
+        return "" if self.has_room(tenant, n_tokens) else "room"
 
     def has_room(self, tenant: str, n_tokens: int) -> bool:
         """Return whether the limits allow a snapshot; a disk without space becomes `failure`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotConten
 from evoke_proxy.engine.server.conversation_states import SnapshotState
 from evoke_proxy.engine.server.slot_queue import SlotQueue
 from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
+from evoke_proxy.engine.strategies.snapshots.transfers import Loss
 
 N_TOKENS = 1000
 WITH_ANSWER = np.arange(N_TOKENS + 20, dtype=np.int32)
@@ -39,10 +41,13 @@ def saved(
     later_busy: tuple[int, ...] = (),
     reason: str = "",
     prompt: Tokens = NO_TOKENS,
+    losses: list[Loss] | None = None,
+    own: Any = None,
 ) -> list[int]:
     """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
 
-    After the first save llama-server runs requests in `later_busy`.
+    After the first save llama-server runs requests in `later_busy`. What would be lost without
+    saves is added to `losses`.
     """
     done: list[int] = []
 
@@ -53,6 +58,11 @@ def saved(
     async def save_with_answer(slot: int, *_: Any) -> Tokens:
         done.append(slot)
         return WITH_ANSWER
+
+    def reason_not_to_save(*_: Any, loss: Loss, **__: Any) -> str:
+        if losses is not None:
+            losses.append(loss)
+        return reason
 
     async def list_slots() -> list[SlotStatus]:
         now = later_busy if done else busy
@@ -77,7 +87,7 @@ def saved(
             transfers=SimpleNamespace(  # type: ignore[arg-type]
                 save=save,
                 save_with_answer=save_with_answer,
-                reason_not_to_save=lambda *_, **__: reason,
+                reason_not_to_save=reason_not_to_save,
             ),
             placement=SimpleNamespace(label=lambda *_: None),  # type: ignore[arg-type]
             slots=slots,
@@ -85,7 +95,7 @@ def saved(
         )
         with await slots.acquire("new", "t", slot=0) as lease, lease.vacating():
             api: Any = SimpleNamespace(list_slots=list_slots)
-            await displaced.save(lease, api, conversation("new", -1), prompt)
+            await displaced.save(lease, api, own or conversation("new", -1), prompt)
         for other in others:
             other.release()
 
@@ -128,6 +138,60 @@ def test_what_llama_server_does_not_keep_in_ram_is_saved(n_shared: int, is_saved
     prompt = np.arange(N_TOKENS, dtype=np.int32)
     prompt[n_shared:] += 7
     assert saved([conversation("a", 0)], behaviour=behaviour, prompt=prompt) == [0] * is_saved
+
+
+def test_what_is_lost_without_a_copy_in_ram_is_all_but_what_the_prompt_has() -> None:
+    behaviour, losses = ServerBehaviour(ram=RamCache(exists=True)), list[Loss]()
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    prompt[900:] += 7
+    saved([conversation("a", 0)], behaviour=behaviour, prompt=prompt, losses=losses)
+    assert losses == [Loss(risk=1.0, n_kept=900)]
+
+
+def test_of_several_slots_only_the_one_that_llama_server_chooses_has_no_copy_in_ram() -> None:
+    """It takes the slot with most of the prompt, and copies the others before it empties them."""
+    behaviour = ServerBehaviour(ram=RamCache(exists=True))
+    one, other = conversation("a", 0), conversation("b", 1)
+    other.snapshots.contents.tokens[800:] += 9
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    prompt[900:] += 7
+    saves = saved([one, other], behaviour=behaviour, clears_idle_slots=True, prompt=prompt)
+    assert saves == [0]
+    prompt = np.arange(N_TOKENS, dtype=np.int32)
+    one, mine = conversation("a", 0), conversation("mine", 2)
+    one.snapshots.contents.tokens[800:] += 9
+    saves = saved([one, mine], behaviour=behaviour, clears_idle_slots=True, prompt=prompt, own=mine)
+    assert saves == []
+
+
+def test_contents_that_are_exact_are_saved_whatever_the_next_prompts_do_with_answers() -> None:
+    one = conversation("a", 0)
+    for _ in range(3):
+        one.snapshots.answers.record(1, 0)
+    assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == []
+    one.snapshots.contents_changed(replace(one.snapshots.contents, exact=True))
+    assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+
+
+@pytest.mark.parametrize(("n_changed", "n_answer"), [(0, 300), (3, 0)])
+def test_an_answer_counts_if_the_next_prompt_may_have_it(n_changed: int, n_answer: int) -> None:
+    one, losses = conversation("a", 0), list[Loss]()
+    for _ in range(n_changed):
+        one.snapshots.answers.record(1, 0)
+    left = one.snapshots.contents
+    one.snapshots.contents_changed(replace(left, tokens=left.tokens[:-300]))
+    saved([one], losses=losses)
+    assert losses == [Loss(n_answer=n_answer)]
+
+
+def test_a_saved_slot_whose_decoding_was_cut_off_is_not_taken_for_that_of_a_later_request() -> None:
+    one = conversation("a", 0)
+    left = replace(one.snapshots.contents, was_cut_off=True)
+    one.snapshots.contents_changed(left)
+    assert saved([one]) == [0]
+    later = SlotStatus(0, 6, 2 * N_TOKENS, False)
+    assert left.is_unchanged([later])
+    assert not one.snapshots.contents.is_unchanged([later])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,10 @@ def _left(slot: int, at: float) -> Any:
 
 
 def _free(
-    needed: int, busy: int | None = None, leased: int | None = None
+    needed: int,
+    busy: int | None = None,
+    leased: int | None = None,
+    n_tokens: Sequence[int] = (300, 200, 300, 100),
 ) -> tuple[list[int], bool, bool]:
     """Free cells for a restore; slot 2 was used before slot 1, and slot 3 by no conversation."""
 
@@ -48,7 +52,7 @@ def _free(
         queue = SlotQueue(LimitsConfig())
         queue.restart(4)
         lease = queue.background(leased, alone=False) if leased is not None else None
-        api, left = Api([300, 200, 300, 100], busy), [_left(1, 9.0), _left(2, 5.0)]
+        api, left = Api(list(n_tokens), busy), [_left(1, 9.0), _left(2, 5.0)]
         cells: Any = SharedCells(queue, left, api, TARGET)  # type: ignore[arg-type]
         has_freed = await cells.free(needed)
         for each in left:
@@ -73,3 +77,8 @@ def test_slots_of_requests_are_not_emptied() -> None:
     assert _free(900, leased=2) == ([3, 1], True, True)
     assert _free(700, busy=2) == ([3, 1], True, False)
     assert _free(450, leased=3) == ([2], True, False)
+
+
+def test_no_slot_is_emptied_where_slots_do_not_share_cells() -> None:
+    """They have more tokens together than one has cells."""
+    assert _free(900, n_tokens=(300, 200, 300, 201)) == ([], False, False)

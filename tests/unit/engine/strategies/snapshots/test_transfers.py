@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 from snapshot_fixtures import snapshot, tokens
 
+from evoke_proxy.core.snapshots.costs import Costs
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents
 from evoke_proxy.core.snapshots.snapshots import Snapshot
-from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers, _resolve
+from evoke_proxy.engine.strategies.snapshots.transfers import (
+    Loss,
+    SnapshotTransfers,
+    _resolve,
+)
 
 N_PROMPT = 100
 PROMPT, ANSWER = list(range(N_PROMPT)), [501, 502, 503]
@@ -56,6 +61,34 @@ def test_a_memory_goes_back_only_to_the_answer_of_the_same_conversation() -> Non
     windows = ServerBehaviour(is_dense=False, saves_checkpoints=True, has_windows=True)
     assert found([*PROMPT, 501, 777], windows) == "boundary"
     assert found([*PROMPT[:80], 777], ServerBehaviour()) == "another"
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (Loss(), ""),
+        (Loss(risk=0.5), "cheap"),
+        (Loss(n_kept=90), "cheap"),
+        (Loss(n_kept=70), ""),
+        (Loss(n_kept=N_PROMPT), "there"),
+        (Loss(n_kept=N_PROMPT, n_answer=60), ""),
+    ],
+)
+def test_a_save_is_worth_what_would_be_lost_without_it(loss: Loss, reason: str) -> None:
+    """Of 100 tokens another snapshot has 60; the save takes as long as decoding 25."""
+    repository: Any = SimpleNamespace(
+        snapshots=[BOUNDARY], of=lambda *_: [BOUNDARY], has_room=lambda *_: True
+    )
+    costs = Costs(stall_share=1.0)
+    costs.prefill.note(100, 1.0)
+    costs.saved(100, 1000, 0.25, 0.0)
+    behaviour = ServerBehaviour()
+    probe: Any = SimpleNamespace(problem=None, behaviour=behaviour, fingerprint="f", costs=costs)
+    unused: Any = None
+    transfers = SnapshotTransfers(
+        repository=repository, probe=probe, unverified=unused, metrics=unused, tasks=unused
+    )
+    assert transfers.reason_not_to_save("t", tokens(*PROMPT), True, loss) == reason
 
 
 def test_cancelled_work_resolves_its_future() -> None:
