@@ -233,7 +233,7 @@ class SnapshotFiles:
             return _caches(file)
 
     def has_checkpoints(self, part: str) -> bool:
-        """Return whether the server that wrote a part file saves context checkpoints in files."""
+        """Return whether a slot restored from such a part file goes back to a checkpoint."""
         with open_regular(self.directory / part) as file:
             return state_file.has_checkpoints(*_read_by(file))
 

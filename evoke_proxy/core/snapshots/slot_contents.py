@@ -113,7 +113,7 @@ class ServerBehaviour:
     is_dense: bool = True
     # Some layers keep a window of the latest tokens. A guess until `is_detected`.
     has_windows: bool = False
-    # Slot files contain the context checkpoints, to which a memory that is not dense can go back.
+    # A restored slot goes back to a context checkpoint of its file, for its recurrent layers.
     saves_checkpoints: bool = False
     # The three were read from a file that the server wrote.
     is_detected: bool = False
@@ -129,8 +129,8 @@ class ServerBehaviour:
     def can_drop_answers(self) -> bool:
         """Whether a restored slot can go back to where its latest answer begins.
 
-        A memory that is not dense goes back to the context checkpoint there, unless it has windows:
-        restored ones contain only later rows.
+        One with recurrent layers goes back to the context checkpoint there. Restored windows alone
+        contain only later rows, which llama-server does not always notice.
         """
         goes_back = self.is_dense or (self.saves_checkpoints and not self.has_windows)
         return self.partial_restore.is_trusted and goes_back

@@ -112,9 +112,16 @@ def caches(read: Read, size: int) -> tuple[Cache, ...]:
 
 
 def has_checkpoints(read: Read, size: int) -> bool:
-    """Return whether llama-server appends context checkpoints to files of this version."""
+    """Return whether a slot that is restored from such a file goes back to a context checkpoint.
+
+    llama-server appends checkpoints to files of this version, and the file has states of recurrent
+    layers. Without these it may cut the rows instead, although windows lack the earlier ones.
+    False for a file of an unknown form.
+    """
+    cursor = _Cursor(read, size)
     try:
-        return _begin(_Cursor(read, size)) >= _ROTATIONS_SINCE
+        version = _begin(cursor)
+        return any(list(_sections(cursor, version))) and version >= _ROTATIONS_SINCE
     except ValueError:
         return False
 
@@ -128,17 +135,28 @@ def frame(read: Read, size: int) -> list[tuple[int, int]]:
     """
     cursor, ranges, position = _Cursor(read, size), list[tuple[int, int]](), 0
     try:
-        version = _begin(cursor)
-        while not cursor.at_end and not _skip_checkpoints(cursor, version):
-            if not _skips(cursor, lambda: _cache(cursor, version)):
-                if not _skips(cursor, lambda: _cache(cursor, version, with_values=False)):
-                    _skip_recurrent(cursor)
+        for _ in _sections(cursor, _begin(cursor)):
+            pass
     except ValueError:
         return []
     for start, end in sorted(cursor.rows):
         ranges.append((position, start))
         position = end
     return [*ranges, (position, size)]
+
+
+def _sections(cursor: _Cursor, version: int) -> Iterator[bool]:
+    """Skip what follows the tokens; yields for each part whether it is that of recurrent layers.
+
+    ValueError for data of an unknown form.
+    """
+    while not cursor.at_end and not _skip_checkpoints(cursor, version):
+        is_cache = _skips(cursor, lambda: _cache(cursor, version)) or _skips(
+            cursor, lambda: _cache(cursor, version, with_values=False)
+        )
+        if not is_cache:
+            _skip_recurrent(cursor)
+        yield not is_cache
 
 
 def _skips(cursor: _Cursor, read: Callable[[], object]) -> bool:

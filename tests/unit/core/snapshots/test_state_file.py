@@ -202,18 +202,21 @@ def test_the_first_cache_is_read_whatever_follows() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (file(version=4), True),
-        (file(version=3), False),
-        (file(version=5), False),
-        (b"other", False),
-        (b"", False),
-    ],
-)
-def test_files_of_newer_servers_have_checkpoints(data: bytes, expected: bool) -> None:
-    assert has_checkpoints(lambda at, n_bytes: data[at : at + n_bytes], len(data)) is expected
+@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("state", STATES)
+def test_recurrent_layers_of_newer_servers_go_back_to_checkpoints(state: str, version: int) -> None:
+    """Windows and indices without such layers do not: a server cuts their rows, or decodes all."""
+    expected = version == 4 and state in ("hybrid", "recurrent", "hybrid windows")
+    for appended in (b"", checkpoints(b"state")):
+        data = file(*STATES[state](version), appended, version=version)
+        is_known = version == 4 or not appended
+        found = has_checkpoints(lambda at, n, d=data: d[at : at + n], len(data))
+        assert found is (expected and is_known)
+
+
+@pytest.mark.parametrize("data", [file(version=4), file(recurrent(), version=5), b"other", b""])
+def test_other_files_have_no_checkpoints_to_go_back_to(data: bytes) -> None:
+    assert not has_checkpoints(lambda at, n_bytes: data[at : at + n_bytes], len(data))
 
 
 def test_text_within_its_windows_is_useless_to_restore() -> None:
@@ -235,7 +238,6 @@ def test_a_file_of_a_newer_llama_server_is_read_and_completed(
 ) -> None:
     """Written by build 11549: version 4, with a context checkpoint after the caches."""
     data = gzip.decompress((NEWER / f"windows-fa-{attention}.bin.gz").read_bytes())
-    assert has_checkpoints(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     base, window = caches(lambda at, n_bytes: data[at : at + n_bytes], len(data))
     assert (base.n_cells, base.lowest, base.type_names) == (100, 0, ("f16", "f16"))
     assert (window.n_cells, window.lowest) == (64, 36)
