@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from snapshot_fixtures import snapshot, tokens
 
+from evoke_proxy.adapters.metrics import Metrics
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents
-from evoke_proxy.core.snapshots.snapshots import Snapshot
+from evoke_proxy.core.snapshots.snapshots import Match, Snapshot
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers, _resolve
 
 N_PROMPT = 100
@@ -56,6 +57,31 @@ def test_a_memory_goes_back_only_to_the_answer_of_the_same_conversation() -> Non
     windows = ServerBehaviour(is_dense=False, saves_checkpoints=True, has_windows=True)
     assert found([*PROMPT, 501, 777], windows) == "boundary"
     assert found([*PROMPT[:80], 777], ServerBehaviour()) == "another"
+
+
+def test_restores_in_part_that_fail_leave_complete_ones_trusted() -> None:
+    """A hybrid without context checkpoints decodes all, but continues a complete snapshot."""
+    behaviour, ended = ServerBehaviour(is_dense=False, saves_checkpoints=True), []
+    unused: Any = None
+    transfers = SnapshotTransfers(
+        repository=SimpleNamespace(  # type: ignore[arg-type]
+            snapshots=[], end_restore=lambda _, useful: ended.append(useful)
+        ),
+        probe=SimpleNamespace(behaviour=behaviour),  # type: ignore[arg-type]
+        unverified=unused,
+        metrics=Metrics(),
+        tasks=unused,
+    )
+    for _ in range(3):
+        transfers.record_reuse(Match(ANSWERED, N_PROMPT), 0)
+    assert behaviour.restore.is_trusted and not behaviour.can_drop_answers
+    for _ in range(3):
+        transfers.record_reuse(Match(ANSWERED, ANSWERED.n_tokens), 0)
+    assert not behaviour.restore.is_trusted
+    for _ in range(3):
+        transfers.record_reuse(Match(ANSWERED, N_PROMPT), N_PROMPT)
+    assert behaviour.restore.is_trusted and behaviour.can_drop_answers
+    assert ended == [False] * 6 + [True] * 3
 
 
 def test_cancelled_work_resolves_its_future() -> None:
