@@ -145,6 +145,7 @@ def test_where_the_next_prompts_changed_answers_only_what_can_be_cut_off_is_save
         one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
         assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
         assert np.array_equal(one.snapshots.contents.tokens, WITH_ANSWER)
+        assert one.snapshots.contents.exact  # a later save expects no further tokens
         one.snapshots.prompted(CHANGED_ANSWER)
     one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
     assert saved([one], behaviour=ServerBehaviour(**memory)) == [0] * is_saved

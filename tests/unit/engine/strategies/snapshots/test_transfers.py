@@ -25,17 +25,20 @@ HYBRID = ServerBehaviour(is_dense=False, saves_checkpoints=True)
 
 
 def found(
-    prompt: list[int], behaviour: ServerBehaviour = HYBRID, contents: SlotContents | None = CONTENTS
+    prompt: list[int],
+    behaviour: ServerBehaviour = HYBRID,
+    answered: SlotContents | None = CONTENTS,
+    more: tuple[Snapshot, ...] = (),
 ) -> str:
-    """The snapshot that is restored for a prompt of the conversation with the contents."""
-    items: list[Snapshot] = [BOUNDARY, ANSWERED, OF_ANOTHER]
+    """The snapshot that is restored for a prompt of the conversation that has `answered`."""
+    items: list[Snapshot] = [BOUNDARY, ANSWERED, OF_ANOTHER, *more]
     repository: Any = SimpleNamespace(snapshots=items, of=lambda *_: items)
     probe: Any = SimpleNamespace(problem=None, behaviour=behaviour, fingerprint="f")
     unused: Any = None
     transfers = SnapshotTransfers(
         repository=repository, probe=probe, unverified=unused, metrics=unused, tasks=unused
     )
-    match = transfers.find("t", tokens(*prompt), contents)
+    match = transfers.find("t", tokens(*prompt), answered)
     assert match is not None
     return match.snapshot.id
 
@@ -48,9 +51,15 @@ def test_a_slot_that_was_saved_with_its_answer_is_restored_if_the_prompt_changes
     assert found([*PROMPT, *ANSWER, 777]) == "answered"
 
 
+def test_a_snapshot_that_is_as_long_without_the_answer_is_restored_instead() -> None:
+    """One that was decoded ahead, for example: it continues from its end, not from before it."""
+    ahead = snapshot("ahead", [*PROMPT, 501])
+    assert found([*PROMPT, 501, 777], more=(ahead,)) == "ahead"
+
+
 def test_a_memory_goes_back_only_to_the_answer_of_the_same_conversation() -> None:
     assert found([*PROMPT[:80], 777]) == "boundary"  # an edited message
-    assert found([*PROMPT, 501, 777], contents=None) == "boundary"
+    assert found([*PROMPT, 501, 777], answered=None) == "boundary"
     without = ServerBehaviour(is_dense=False)
     assert found([*PROMPT, 501, 777], without) == "boundary"
     assert found([*PROMPT, *ANSWER, 777], without) == "answered"
