@@ -14,6 +14,8 @@ import pytest
 from harness import TIMEOUT_S, ask
 from stock_deployment import Chat, Deployment, decoded, long_chat, template
 
+from evoke_proxy.demo.processes import free_port
+
 NO_RAM = ("--cache-ram", "0")
 QWEN = tuple(template("Qwen3.5-4B"))
 SELDOM = {"stall_share": 0.001, "look_ahead": False, "min_gain": 0.5}
@@ -67,6 +69,66 @@ def test_slots_of_other_memories_are_saved_with_their_answer(
                 assert decoded(running.port) - before <= len(chats) * TURN
         assert running.metric("evoke_degraded_total", stage="displace") == 0
         assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0
+        running.wait_for_background()
+        # One of each with its answer, and what was decoded before it.
+        assert len(deployment.files()) <= 2 * len(chats)
+
+
+def test_a_snapshot_with_an_answer_does_not_replace_those_that_end_before_it(
+    tmp_path: Path,
+) -> None:
+    """In a tool loop, where a model with windows cannot use it if the client changes the answer."""
+    deployment = Deployment(tmp_path, "tiny-gemma", (*NO_RAM, "-np", "1", *QWEN))
+    with deployment.server_and_proxy(look_ahead=False) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        for turn in range(5):
+            before = decoded(running.port)
+            for chat in chats:
+                chat.ask(running.port, "Begin." if turn == 0 else None)
+                call = {"name": "look", "arguments": "{}"}
+                calls = [{"id": f"c{turn}", "type": "function", "function": call}]
+                result = " ".join(f"w{number}" for number in range(turn, turn + 60))
+                chat.messages += [
+                    {"role": "assistant", "content": "", "tool_calls": calls},
+                    {"role": "tool", "tool_call_id": f"c{turn}", "content": result},
+                ]
+            if turn > 1:
+                assert decoded(running.port) - before <= len(chats) * (TURN + 200)
+
+
+def test_without_context_checkpoints_a_hybrid_still_restores_what_its_prompts_continue(
+    tmp_path: Path,
+) -> None:
+    options = (*NO_RAM, "-np", "1", "--ctx-checkpoints", "0")
+    with Deployment(tmp_path, "hybrid-8", options).server_and_proxy(**SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        for turn in range(7):
+            for chat in chats:
+                chat.ask(running.port, f"Turn {turn}?")
+                chat.messages.append({"role": "assistant", "content": f"Other words {turn}."})
+            if turn == 4:
+                before = running.metric("evoke_snapshot_restores_total", result="useful")
+        assert running.metric("evoke_snapshot_restores_total", result="useful") > before
+        assert running.metric("evoke_snapshot_restores_total", result="wasted") == 3
+
+
+def test_a_hybrid_restores_a_slot_with_its_answer_after_a_restart_of_the_server(
+    tmp_path: Path,
+) -> None:
+    deployment = Deployment(tmp_path, "hybrid-8", (*NO_RAM, "-np", "1"))
+    port = free_port()
+    with deployment.proxy(port, **SELDOM) as running:
+        chats = [long_chat(400, start) for start in (0, 7)]
+        with deployment.server(port):
+            for turn in range(4):
+                for chat in chats:
+                    chat.ask(running.port, f"Turn {turn}? {'word ' * 100}")
+                    chat.messages.append({"role": "assistant", "content": f"Other {turn}."})
+            running.wait_for_background()
+        with deployment.server(port):
+            for chat in chats:
+                chat.ask(running.port, "Go on.")
+            assert decoded(running.port) <= len(chats) * TURN
 
 
 def test_nothing_is_saved_for_a_request_while_the_ram_cache_keeps_the_slots(tmp_path: Path) -> None:

@@ -12,6 +12,9 @@ from evoke_proxy.core.prompt.rendered import Tokens, common_prefix
 from evoke_proxy.core.snapshots.costs import SuccessTracker, TenantTrackers
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 
+# A prompt ends with a few tokens that begin the answer, which the next one may have otherwise.
+_ANSWER_HEAD_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class SlotStatus:
@@ -71,6 +74,12 @@ class SlotContents:
     def has_saved(self, tokens: Tokens) -> bool:
         """Return whether these are its tokens, and it was saved with the answer among them."""
         return self.answer_from is not None and np.array_equal(self.tokens, tokens)
+
+    def has_history_of(self, tokens: Tokens) -> bool:
+        """Return whether a prompt begins with these tokens, except for those of the answer."""
+        if self.answer_from is None:
+            return False
+        return common_prefix(self.tokens, tokens) >= self.answer_from - _ANSWER_HEAD_TOKENS
 
     def is_unchanged(self, slots: Sequence[SlotStatus] | None) -> bool:
         """Return whether the slot looks as it was left; True when the server shows no slots."""

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from evoke_proxy.config import AUTO, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP
@@ -149,21 +151,41 @@ def _matches(snapshots: Iterable[Snapshot], tokens: Tokens) -> Iterator[Match]:
             yield Match(snapshot, shared)
 
 
-def superseded(snapshots: Iterable[Snapshot], new: Snapshot) -> list[Snapshot]:
-    """Return the unpinned snapshots of the same branch and kind that are a prefix of a new one.
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Which snapshots of its branch and kind a new one replaces."""
 
-    The new one replaces them, so a branch keeps two: one at the latest boundary after a message of
-    the user, and one at the latest step. States that other conversations may begin with stay.
+    # All that it begins with.
+    of_prefixes: bool = True
+    # The one with these tokens, whatever follows in the new one.
+    of: Tokens | None = None
+
+    def is_replaced(self, old: Tokens, new: Tokens) -> bool:
+        """Return whether a snapshot of the old tokens is replaced by one of the new tokens."""
+        if self.of is not None and np.array_equal(old, self.of):
+            return True
+        return self.of_prefixes and common_prefix(old, new) == len(old)
+
+
+def superseded(
+    snapshots: Iterable[Snapshot], new: Snapshot, place: Place | None = None
+) -> list[Snapshot]:
+    """Return the unpinned snapshots of the same branch and kind that a new one replaces.
+
+    Without `place` those are all that are a prefix of the new one, so a branch keeps two: one at
+    the latest boundary after a message of the user, and one at the latest step. States that other
+    conversations may begin with stay.
     """
     if new.kind == PREFIX:
         return []
+    place = place or Place()
     return [
         old
         for old in snapshots
         if (old.id != new.id and not old.pinned)
         and (old.tenant, old.fingerprint, old.branch, old.kind)
         == (new.tenant, new.fingerprint, new.branch, new.kind)
-        and common_prefix(old.tokens, new.tokens) == old.n_tokens
+        and place.is_replaced(old.tokens, new.tokens)
     ]
 
 

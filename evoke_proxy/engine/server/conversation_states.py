@@ -248,6 +248,8 @@ class SnapshotState:
     sent: SentRequest | None = None
     # How many requests were sent.
     n_sent: int = 0
+    # The contents that were last saved with an answer; their snapshot may be deleted by now.
+    answered: SlotContents | None = None
     # Whether the next prompt continues an answer as it was decoded.
     answers: SuccessTracker = field(default_factory=SuccessTracker)
     # The branch of snapshots that the conversation continues; empty for a separate branch.
@@ -278,6 +280,7 @@ class SnapshotState:
                 status=status,
                 was_cut_off=False,
             )
+            self.answered = self.contents
 
     def branch_continued(self, branch: str) -> None:
         """Record that a snapshot of a branch was restored."""

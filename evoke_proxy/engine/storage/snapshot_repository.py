@@ -21,6 +21,7 @@ from evoke_proxy.core.prompt.rendered import Tokens
 from evoke_proxy.core.snapshots.disk_format import DiskFormat
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
+    Place,
     Snapshot,
     has_room,
     superseded,
@@ -72,6 +73,8 @@ class SnapshotLabel:
     kind: str
     # Estimated seconds to decode its tokens.
     prefill_s: float
+    # What it replaces; None for all that it begins with.
+    place: Place | None = None
 
 
 class SnapshotRepository:
@@ -251,7 +254,7 @@ class SnapshotRepository:
             await self.wait_for_deletions()
             raise
         self._cache.put(new)
-        for old in superseded(self.snapshots, new):
+        for old in superseded(self.snapshots, new, label.place):
             self.delete(old, "superseded")
         await self._measure_room()
         self.trim()

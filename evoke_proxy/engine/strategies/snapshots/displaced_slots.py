@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from evoke_proxy.adapters.llama.stock_api import StockApi
 from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens, common_prefix
 from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.slot_contents import SlotContents, SlotStatus, longest_shared
+from evoke_proxy.core.snapshots.snapshots import Place
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.slot_queue import SlotLease, SlotQueue
 from evoke_proxy.engine.strategies.snapshots.server_probe import ServerProbe
@@ -173,9 +175,19 @@ class DisplacedSlots:
         if contents.exact:
             await self._transfers.save(contents.slot, tokens, label, api)
             return
+        label = replace(label, place=self._place(conversation.snapshots.answered, tokens))
         saved = await self._transfers.save_with_answer(contents.slot, tokens, label, api)
         if saved is not None and conversation.snapshots.contents is left:
             conversation.snapshots.answer_saved(saved, contents.status)
+
+    def _place(self, earlier: SlotContents | None, prompt: Tokens) -> Place:
+        """What a snapshot of a prompt with its answer replaces: the `earlier` one of that kind.
+
+        The next prompt may have the answer in another form. Unless the memory can be cut back
+        anywhere, also after a restart, the snapshots that end before the answer are then needed.
+        """
+        of = earlier.tokens if earlier is not None and earlier.has_history_of(prompt) else None
+        return Place(of_prefixes=self._probe.behaviour.can_restore_partly, of=of)
 
 
 def _n_answer(conversation: Conversation, contents: SlotContents) -> int:

@@ -188,7 +188,9 @@ class SlotPlacement:
             behaviour=behaviour,
             min_gain_tokens=self._config.min_tokens // 2,
         )
-        match = self._transfers.find(turn.request.tenant, turn.goal, contents)
+        match = self._transfers.find(
+            turn.request.tenant, turn.goal, conversation.snapshots.answered
+        )
         placement = decide(situation, match, self._probe.costs)
         if placement.erased_slot is not None:
             await turn.calls.stock.erase(placement.erased_slot)

@@ -28,8 +28,6 @@ from evoke_proxy.thread_pools import DISK, run_in
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-# A prompt ends with a few tokens that begin the answer, which the next one may have otherwise.
-_ANSWER_HEAD_TOKENS = 16
 # The code of a disk that has no space for snapshots.
 _NO_ROOM = "no_room"
 
@@ -79,23 +77,25 @@ class SnapshotTransfers:
         self._seals: set[asyncio.Task[None]] = set()  # of files that become snapshots now
 
     def find(
-        self, tenant: str, tokens: Tokens, contents: SlotContents | None = None
+        self, tenant: str, tokens: Tokens, answered: SlotContents | None = None
     ) -> Match | None:
         """Return the snapshot that saves most of decoding these tokens; None without any.
 
-        `contents` are what the latest turn of the conversation left: a snapshot of them is also of
-        use if the prompt has only the answer in another form.
+        `answered` are the contents that were last saved with an answer of the conversation: their
+        snapshot is also of use if the prompt has only the answer in another form.
         """
         behaviour = self._probe.behaviour
         if self._probe.problem or not behaviour.restore.is_trusted:
             return None
         snapshots = self._repository.of(tenant, self._probe.fingerprint)
         match = self.choice.to_restore(snapshots, tokens, behaviour.can_restore_partly)
-        if contents is None or contents.answer_from is None or not behaviour.can_drop_answers:
+        if answered is None or not behaviour.can_drop_answers:
             return match
-        answered = [item for item in snapshots if contents.has_saved(item.tokens)]
-        other = self.choice.to_restore(answered, tokens, partial=True)
-        if other is None or other.shared < contents.answer_from - _ANSWER_HEAD_TOKENS:
+        if not answered.has_history_of(tokens):
+            return match
+        saved = [item for item in snapshots if answered.has_saved(item.tokens)]
+        other = self.choice.to_restore(saved, tokens, partial=True)
+        if other is None:
             return match
         return other if match is None or other.shared > match.shared else match
 
@@ -197,11 +197,12 @@ class SnapshotTransfers:
     def record_reuse(self, match: Match, cached: int) -> None:
         """Record how many tokens of the prompt were not decoded thanks to a restore."""
         behaviour = self._probe.behaviour
-        useful = behaviour.restore.record(match.shared, cached)
+        tracker = behaviour.restore if match.extends else behaviour.partial_restore
+        useful = tracker.record(match.shared, cached)
         if useful:
             self.choice.record_use(match.snapshot)
-        if not match.extends:
-            behaviour.partial_restore.record(match.shared, cached)
+            if not match.extends:  # a failure would not show that complete restores fail
+                behaviour.restore.record(match.shared, cached)
         self._repository.end_restore(match.snapshot, useful)
         self._metrics.restores.labels(result="useful" if useful else "wasted").inc()
         self._metrics.restored_tokens.inc(min(cached, match.shared))

@@ -13,6 +13,7 @@ from evoke_proxy.config import SnapshotsConfig
 from evoke_proxy.core.request.look_ahead import PREFIX, STEP
 from evoke_proxy.core.snapshots.snapshots import (
     Bounds,
+    Place,
     best,
     has_room,
     superseded,
@@ -55,6 +56,18 @@ def test_a_branch_keeps_its_newest_of_each_kind() -> None:
     elsewhere, edited = snapshot("5", [1], branch="c"), snapshot("6", [9])
     snapshots = [first, second, step, pinned, elsewhere, edited]
     assert superseded(snapshots, second) == [first]
+
+
+def test_a_new_snapshot_may_replace_one_that_it_does_not_begin_with() -> None:
+    answered, step = snapshot("1", [1, 2, 8], kind=STEP), snapshot("2", [1, 2], kind=STEP)
+    pinned = snapshot("3", [1, 2, 8], kind=STEP, pinned=True)
+    elsewhere = snapshot("4", [1, 2, 8], kind=STEP, branch="c")
+    new = snapshot("5", [1, 2, 3, 9], kind=STEP)
+    snapshots = [answered, step, pinned, elsewhere, new]
+    assert superseded(snapshots, new) == [step]
+    assert superseded(snapshots, new, Place(of=answered.tokens)) == [answered, step]
+    assert superseded(snapshots, new, Place(of_prefixes=False, of=answered.tokens)) == [answered]
+    assert superseded(snapshots, new, Place(of_prefixes=False)) == []
 
 
 def test_prefixes_of_a_branch_stay_because_other_conversations_may_begin_with_each() -> None:

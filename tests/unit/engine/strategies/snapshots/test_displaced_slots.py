@@ -12,13 +12,16 @@ import pytest
 
 from evoke_proxy.config import LimitsConfig, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import NO_TOKENS, Tokens
+from evoke_proxy.core.request.look_ahead import STEP
 from evoke_proxy.core.snapshots.ram_cache import RamCache
 from evoke_proxy.core.snapshots.slot_contents import ServerBehaviour, SlotContents, SlotStatus
 from evoke_proxy.engine.server.conversation_states import SnapshotState
 from evoke_proxy.engine.server.slot_queue import SlotQueue
+from evoke_proxy.engine.storage.snapshot_repository import SnapshotLabel
 from evoke_proxy.engine.strategies.snapshots.displaced_slots import DisplacedSlots
 from evoke_proxy.engine.strategies.snapshots.transfers import Loss
 
+LABEL = SnapshotLabel("t", "f", "b", STEP, 1.0)
 N_TOKENS = 1000
 WITH_ANSWER = np.arange(N_TOKENS + 20, dtype=np.int32)
 CHANGED_ANSWER = np.append(np.arange(N_TOKENS, dtype=np.int32), np.zeros(50, np.int32))
@@ -42,12 +45,13 @@ def saved(
     reason: str = "",
     prompt: Tokens = NO_TOKENS,
     losses: list[Loss] | None = None,
+    labels: list[SnapshotLabel] | None = None,
     own: Any = None,
 ) -> list[int]:
     """The slots that are saved when a new conversation takes slot 0 of three, held by "a".
 
     After the first save llama-server runs requests in `later_busy`. What would be lost without
-    saves is added to `losses`.
+    saves is added to `losses`, and the labels of the snapshots with answers to `labels`.
     """
     done: list[int] = []
 
@@ -55,8 +59,10 @@ def saved(
         done.append(slot)
         return True
 
-    async def save_with_answer(slot: int, *_: Any) -> Tokens:
+    async def save_with_answer(slot: int, _: Tokens, label: SnapshotLabel, api: Any) -> Tokens:
         done.append(slot)
+        if labels is not None:
+            labels.append(label)
         return WITH_ANSWER
 
     def reason_not_to_save(*_: Any, loss: Loss, **__: Any) -> str:
@@ -89,7 +95,7 @@ def saved(
                 save_with_answer=save_with_answer,
                 reason_not_to_save=reason_not_to_save,
             ),
-            placement=SimpleNamespace(label=lambda *_: None),  # type: ignore[arg-type]
+            placement=SimpleNamespace(label=lambda *_: LABEL),  # type: ignore[arg-type]
             slots=slots,
             conversations=conversations,  # type: ignore[arg-type]
         )
@@ -211,9 +217,37 @@ def test_where_the_next_prompts_changed_answers_only_what_can_be_cut_off_is_save
         one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
         assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
         assert np.array_equal(one.snapshots.contents.tokens, WITH_ANSWER)
+        assert one.snapshots.contents.exact  # a later save expects no further tokens
         one.snapshots.prompted(CHANGED_ANSWER)
     one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
     assert saved([one], behaviour=ServerBehaviour(**memory)) == [0] * is_saved
+
+
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_snapshot_with_an_answer_takes_the_place_of_the_earlier_one(is_dense: bool) -> None:
+    """Otherwise one more stays in each turn in which the next prompt changes the answer."""
+    one, behaviour = conversation("a", 0), ServerBehaviour(is_dense=is_dense)
+    labels: list[SnapshotLabel] = []
+    for _ in range(2):
+        one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+        saved([one], behaviour=behaviour, labels=labels)
+    edited = conversation("a", 0).snapshots.contents
+    one.snapshots.contents_changed(replace(edited, tokens=edited.tokens[::-1].copy()))
+    saved([one], behaviour=behaviour, labels=labels)
+    places = [label.place for label in labels]
+    assert all(place is not None and place.of_prefixes is is_dense for place in places)
+    assert [place is not None and place.of is not None for place in places] == [False, True, False]
+    second = places[1]
+    assert second is not None and second.is_replaced(WITH_ANSWER, CHANGED_ANSWER)
+
+
+def test_what_was_saved_with_its_answer_is_known_after_a_restart_of_the_server() -> None:
+    one = conversation("a", 0)
+    saved([one])
+    one.snapshots.contents_changed(None)
+    answered = one.snapshots.answered
+    assert answered.has_saved(WITH_ANSWER) and answered.has_history_of(CHANGED_ANSWER)
+    assert not answered.has_history_of(CHANGED_ANSWER[: N_TOKENS - 100])
 
 
 def test_answers_that_the_next_prompts_continue_are_saved_on_any_memory() -> None:
