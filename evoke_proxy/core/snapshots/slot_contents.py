@@ -142,7 +142,9 @@ class ServerBehaviour:
         contain only later rows, which llama-server does not always notice.
         """
         goes_back = self.is_dense or (self.saves_checkpoints and not self.has_windows)
-        return self.partial_restore.is_trusted and goes_back
+        # Where whole snapshots are of no use, parts are not either.
+        is_useful = self.restore.useful >= self.restore.wasted
+        return goes_back and is_useful and self.partial_restore.is_trusted
 
     def note_prompt(self, tenant: str, contents: SlotContents, tokens: Tokens) -> None:
         """Record whether a tenant's prompt begins with the tokens that were decoded ahead of it."""

@@ -1,4 +1,4 @@
-"""Saves the slots of conversations before another request displaces their rows, or a stop."""
+"""Saves the slots of conversations before another request displaces them, and at a stop."""
 
 from __future__ import annotations
 

@@ -70,6 +70,14 @@ def test_what_a_restored_slot_can_give_up_depends_on_the_memory(
     assert not behaviour.can_restore_partly and not behaviour.can_drop_answers
 
 
+def test_where_whole_snapshots_are_of_no_use_none_is_restored_in_part() -> None:
+    behaviour = ServerBehaviour(is_dense=False, saves_checkpoints=True)
+    behaviour.restore.record(1000, 0)
+    assert not behaviour.can_drop_answers
+    behaviour.restore.record(1000, 1000)
+    assert behaviour.can_drop_answers
+
+
 def test_a_restart_is_detected_by_lower_task_numbers() -> None:
     assert has_restarted([LEFT], [SlotStatus(0, None, 0, False), SlotStatus(1, None, 0, False)])
     assert has_restarted([LEFT], [SlotStatus(0, 3, 9, False)])
