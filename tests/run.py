@@ -1,7 +1,7 @@
 """Runs pytest and ends with one line that a program can read: `N passed, N failed`.
 
 Arguments are handed to pytest. An error in set-up, tear-down or collection counts as a failure.
-The slowest files are listed, so that it is outcomes what a run spends its time on.
+The slowest files are listed, so that one sees what a run spends its time on.
 """
 
 from __future__ import annotations

@@ -16,6 +16,38 @@ namespace {
 constexpr size_t MAX_EDGES      = 64; // of a request
 constexpr size_t MAX_SENT_EDGES = 8;  // of a reply
 constexpr size_t MAX_PIECE      = 64; // bytes of a token that are written to the text at once
+constexpr size_t MAX_COMPARED   = 1 << 28; // characters that the searches of one prompt compare at most: a third of a second
+constexpr size_t SKIPPED        = 32; // characters that a search skips in the time of one comparison
+
+// Finds texts in the text of a prompt. A text that the template has changed is not in it, and the search reads the rest of
+// the prompt in vain: with many such texts, or with texts of one repeated character, for hours. So after MAX_COMPARED
+// characters nothing more is found.
+class text_search {
+public:
+    explicit text_search(const std::string & text) : text(text) {}
+
+    // Returns where `part` begins, at `from` or later; npos if it does not, or if too much has been compared.
+    size_t find(const std::string & part, size_t from) {
+        if (part.empty()) {
+            return from;
+        }
+        while (n_left > 0 && from + part.size() <= text.size()) {
+            const size_t at   = std::min(text.find(part.front(), from), text.size());
+            const size_t most = std::min(part.size(), text.size() - at);
+            const size_t n    = std::mismatch(part.begin(), part.begin() + most, text.begin() + at).first - part.begin();
+            if (n == part.size()) {
+                return at;
+            }
+            n_left -= std::min(n_left, 1 + n + (at - from) / SKIPPED);
+            from    = at + 1;
+        }
+        return std::string::npos;
+    }
+
+private:
+    const std::string & text;
+    size_t n_left = MAX_COMPARED;
+};
 
 // Returns the texts that a template may print for a message, in the order in which it prints them.
 std::vector<std::string> message_texts(const json & message) {
@@ -111,9 +143,10 @@ bool server_blocks_render::reproduces(const std::string & prompt, size_t & begin
         return text.size() >= prompt.size() && text.compare(begin, prompt.size(), prompt) == 0;
     }
     const auto parts = string_split(prompt, std::string(get_media_marker()));
-    size_t at = begin = text.find(parts.front());
+    text_search search(text);
+    size_t at = begin = search.find(parts.front(), 0);
     for (const auto & part : parts) {
-        at = at == std::string::npos ? at : text.find(part, at);
+        at = at == std::string::npos ? at : search.find(part, at);
         if (at == std::string::npos) {
             return false;
         }
@@ -195,11 +228,12 @@ void server_blocks_render::locate_messages(const std::string & prompt, const jso
 
     std::vector<span> found; // p1 is set below
     char_ranges content;     // the texts of the messages, without what the template adds
+    text_search search(text);
     int32_t from   = 0;
     for (size_t i = 0; i < messages.size(); ++i) {
         size_t first = std::string::npos;
         for (const auto & part : message_texts(messages.at(i))) {
-            const size_t pos = text.find(part, cursor);
+            const size_t pos = search.find(part, cursor);
             if (pos == std::string::npos || pos + part.size() > end) {
                 continue;
             }

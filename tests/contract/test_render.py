@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -269,3 +270,25 @@ def test_a_compact_rendering_equals_the_plain_one_with_other_templates(template:
     options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", file)
     with running(True, *options) as server:
         check_compact_is_plain(server)
+
+
+def test_a_text_that_the_template_changed_is_not_searched_for_hours() -> None:
+    """The search for a text of one letter in a text of that letter has a limit."""
+    n = 1_200_000
+    file = str(chat_template("Qwen3.5-4B"))
+    options = ("-c", "512", "-np", "1", "--evoke-ram", "8", "--chat-template-file", file)
+
+    def seconds(answer: str) -> float:
+        messages = [
+            {"role": "user", "content": "Hello!"},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": "a" * n},
+        ]
+        before = time.monotonic()
+        rendered = render(server, "chat", {"messages": messages}, compact=True)
+        assert rendered["spans"]["end"]
+        return time.monotonic() - before
+
+    with running(True, *options) as server:
+        usual = seconds("b" * (n // 2))
+        assert seconds("a" * (n // 2) + "</think>Hi!") < 2 * usual + 2
