@@ -48,6 +48,7 @@ OWN_TESTS = {
     "0006": ("contract/test_http.py",),
     "0007": ("contract/test_cancelled_prompts.py",),
     "0008": ("contract/test_shutdown.py",),
+    "0009": ("contract/test_long_runs.py",),
 }
 _SMOKE = ("contract/test_exact.py",)
 _COMPILES = "compiles, tests pass"
