@@ -10,9 +10,10 @@
 #include <string>
 #include <vector>
 
-// Longest run, in characters, of white space or of anything else that is left whole. Twice as much fits the stack, because
-// an expression can match characters and the white space behind them.
-constexpr size_t LLAMA_MAX_RUN = 8192;
+// Longest run, in characters, of white space or of anything else that is left whole. Twice as much, because an expression
+// can match characters and the white space behind them, takes 1.3 MiB: where the stack has no limit (`ulimit -s`), threads
+// have 2 MiB.
+constexpr size_t LLAMA_MAX_RUN = 2048;
 
 enum class llama_char_kind { space, letter, digit, other };
 
