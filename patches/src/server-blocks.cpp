@@ -89,7 +89,7 @@ json server_blocks::props() const {
         return unsupported ? json { {"version", 1}, {"instance", server_blocks_calls::instance()}, {"features", json::array()}, {"unsupported", unsupported} } : json();
     }
     const auto * ctx = context.ctx;
-    json features = json::array({ "blocks", "plan", "render", "reuse", "stream", "find", "behind" });
+    json features = json::array({ "blocks", "plan", "render", "reuse", "stream", "find", "behind", "runs" });
     if (context.is_dense()) {
         features.push_back("adopt");
         features.push_back("share");

@@ -6,7 +6,9 @@ from llama import Llama, running
 
 from bench.random_models import SHAPES, ensure
 
-FEATURES = "adopt attention behind blocks compact find plan probe render reuse share stream".split()
+FEATURES = (
+    "adopt attention behind blocks compact find plan probe render reuse runs share stream".split()
+)
 
 
 def test_a_patched_server_reports_its_features_and_limits(two: Llama) -> None:
