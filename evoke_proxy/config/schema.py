@@ -232,6 +232,13 @@ class LimitsConfig:
         " many keys, and all objects there in one request 16 times as many keys.",
         reloadable=True,
     )
+    run_chars: CountOrZero = setting(
+        12_000,
+        "Most letters, digits, white-space or other characters in a row in a text, where clients"
+        " have keys and a llama-server is not patched: more than 26,000 end it, with the"
+        " vocabularies of gpt-oss, DeepSeek, Mistral Nemo and others. 0: no limit.",
+        reloadable=True,
+    )
     n_probs: CountOrZero = setting(
         128, "Largest value of n_probs, logprobs and top_logprobs.", reloadable=True
     )

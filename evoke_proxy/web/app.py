@@ -100,7 +100,7 @@ async def _answer(request: web.Request, engine: ProxyGateway) -> web.StreamRespo
     has_keys, is_post = bool(engine.config.security.keys_file), request.method == "POST"
     is_read = is_post and (is_checked or has_keys)
     if is_read or (has_keys and request.can_read_body and request.method != "OPTIONS"):
-        async with read_body(request, engine.config) as body:
+        async with read_body(request, engine) as body:
             headers, target = relay.request_headers(request), relay.raw_target(request)
             queue = request.app[RELAY_QUEUE]
             async with queue.open(request, target, headers, body) as reply:

@@ -34,7 +34,7 @@ async def answer_chat(
 ) -> web.StreamResponse:
     """Open a request at the gateway, and relay the reply as it arrives."""
     FACTS.set({"decision": "refused"})
-    async with read_body(request, gateway.config, COPIES) as body:
+    async with read_body(request, gateway, COPIES) as body:
         headers = relay.request_headers(request, _REPLACED)
         with _traced(request, headers) as trace:
             incoming = _incoming(request, dialect, body, headers)
@@ -111,7 +111,7 @@ async def answer_count(
     request: web.Request, gateway: ProxyGateway, dialect: str
 ) -> web.StreamResponse:
     """Forward a request that only counts tokens, and relay the reply."""
-    async with read_body(request, gateway.config, COPIES) as body:
+    async with read_body(request, gateway, COPIES) as body:
         headers = relay.request_headers(request, _REPLACED)
         incoming = _incoming(request, dialect, body, headers)
         parsed = await gateway.parser.parse(incoming)

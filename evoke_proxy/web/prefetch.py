@@ -30,7 +30,7 @@ async def answer_prefetch(request: web.Request, gateway: ProxyGateway) -> web.St
         raise RequestError(message, "not_found", 404)
     began = time.monotonic()
     FACTS.set({"decision": "refused"})
-    async with read_body(request, gateway.config, COPIES) as body:
+    async with read_body(request, gateway, COPIES) as body:
         incoming = IncomingRequest(
             dialect="chat", body=body, headers=request.app[ACCESS].client(request)
         )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from aiohttp import web
 
-from evoke_proxy.config import Config
+from evoke_proxy.config import Config, LimitsConfig
 from evoke_proxy.core.request.json_shape import Scan
 from evoke_proxy.engine.parsing.body_budget import BodyBudget, BodyShare
 from evoke_proxy.engine.parsing.body_checks import check, is_form, server_decodes
 from evoke_proxy.engine.parsing.body_parsing import LARGE_BYTES
 from evoke_proxy.engine.parsing.request import tenant_of
+from evoke_proxy.engine.routing.proxy_gateway import ProxyGateway
 from evoke_proxy.errors import BodyMemoryFull, RequestError
 from evoke_proxy.thread_pools import for_body, run_in
 from evoke_proxy.web import endpoints
@@ -25,7 +27,9 @@ BODY_BUDGET = web.AppKey("body_budget", BodyBudget)
 
 
 @asynccontextmanager
-async def read_body(request: web.Request, config: Config, copies: int = 1) -> AsyncIterator[bytes]:
+async def read_body(
+    request: web.Request, gateway: ProxyGateway, copies: int = 1
+) -> AsyncIterator[bytes]:
     """The whole body of a request, counted as memory of its tenant within the block.
 
     The structure of the body is measured while it arrives, so that a body above a limit is not read
@@ -38,11 +42,11 @@ async def read_body(request: web.Request, config: Config, copies: int = 1) -> As
     """
     tenant = tenant_of(request.app[ACCESS].client(request))
     with request.app[BODY_BUDGET].share(tenant, copies) as share:
-        yield await _read_checked(request, config, share)
+        yield await _read_checked(request, gateway, share)
 
 
-async def _read_checked(request: web.Request, config: Config, share: BodyShare) -> bytes:
-    limits = config.limits
+async def _read_checked(request: web.Request, gateway: ProxyGateway, share: BodyShare) -> bytes:
+    config, limits = gateway.config, _limits_of(gateway)
     # Repeated headers are joined, as cpp-httplib does.
     coding = ", ".join(request.headers.getall("Content-Encoding", ["identity"]))
     if coding.lower() != "identity" and config.security.keys_file:
@@ -58,6 +62,15 @@ async def _read_checked(request: web.Request, config: Config, share: BodyShare) 
     shape = scan.shape if scan is not None else None
     await check(body, content_type, limits, shape)
     return body
+
+
+def _limits_of(gateway: ProxyGateway) -> LimitsConfig:
+    """The limits in force; of runs, where clients have keys and a server may not cut them."""
+    limits = gateway.config.limits
+    is_limited = gateway.config.security.keys_file and not all(
+        served.server.info.cuts_runs for served in gateway.served_models
+    )
+    return limits if is_limited else replace(limits, run_chars=0)
 
 
 async def measure_parts(request: web.Request, config: Config) -> AsyncIterator[bytes]:

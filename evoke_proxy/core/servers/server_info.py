@@ -41,6 +41,7 @@ class ServerInfo:
         can_probe: whether a request can be decoded just to capture its attention.
         can_rotate: whether rows can be moved to other positions: their keys can be rotated.
         can_hold_media: whether prompts with images or sounds have blocks.
+        cuts_runs: whether no text without a break ends it, whatever its vocabulary.
         n_ctx: maximum number of tokens of a slot's context, resident or not; None when unknown.
         n_ctx_train: context that the model was trained for, in tokens; None when unknown.
         n_cells: cells that a slot may use, alone or shared with other slots; None when unknown.
@@ -67,6 +68,7 @@ class ServerInfo:
     can_probe: bool = False
     can_rotate: bool = False
     can_hold_media: bool = False
+    cuts_runs: bool = False
     n_ctx: int | None = None
     n_ctx_train: int | None = None
     n_cells: int | None = None
@@ -145,6 +147,7 @@ class ServerInfo:
             can_probe="probe" in _features(props.get("evoke")),
             can_rotate="compact" in _features(props.get("evoke")),
             can_hold_media="media" in _features(props.get("evoke")),
+            cuts_runs="runs" in _features(props.get("evoke")),
             n_ctx=_limit(props.get("evoke"), "n_ctx_logical"),
             n_cells=_limit(props.get("evoke"), "n_cells"),
             n_slot_cells=_slot_cells(props.get("evoke")),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from evoke_proxy.config import LimitsConfig
 from evoke_proxy.core.request.json_shape import Shape, measure
 from evoke_proxy.core.request.parameters import check_grammar, check_parameters
+from evoke_proxy.core.request.text_runs import check_runs
 from evoke_proxy.engine.parsing.body_parsing import is_large, parse_object
 from evoke_proxy.errors import RequestError
 from evoke_proxy.thread_pools import for_body, run_in
@@ -91,6 +92,8 @@ def check_body(
     except RequestError:
         return
     check_parameters(parsed, limits)
+    if limits.run_chars:
+        check_runs(parsed, limits.run_chars)
 
 
 def _check_form(body: bytes, content_type: str, limits: LimitsConfig) -> None:

@@ -96,7 +96,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "enum": {"json_schema": {"enum": list(range(1024))}},
     "property_called_pattern": {"json_schema": {"properties": {"pattern": {"type": "string"}}}},
     "pattern": {"json_schema": {"pattern": r"^\\d{4}-\\d{2}(-\\d{2}(T\\d+)?)?$"}},
-    "tokens_of_a_long_text": {"content": "a" * 1_100_000},
+    "tokens_of_a_long_text": {"content": "a word " * 160_000},
     "schema": {"json_schema": _properties(200)},
     "tools": {"tools": [{"name": "x", "input_schema": _properties(50)}] * 60},
     "arguments": {"messages": [_call(json.dumps({"a": "[" * 9999, "b": [[[[1]]]]}))]},
