@@ -108,7 +108,6 @@ class SlotPlacement:
         self,
         *,
         config: SnapshotsConfig,
-        api: StockApi,
         probe: ServerProbe,
         transfers: SnapshotTransfers,
         slots: SlotQueue,
@@ -116,7 +115,6 @@ class SlotPlacement:
         metrics: Metrics,
     ) -> None:
         self._config = config
-        self._api = api
         self._probe = probe
         self._transfers = transfers
         self._slots = slots

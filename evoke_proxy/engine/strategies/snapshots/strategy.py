@@ -63,7 +63,7 @@ class SnapshotStrategy(CacheStrategy):
     ) -> None:
         slots, conversations, metrics = server.slots, server.conversations, server.metrics
         self._config = config
-        api = self._api = server.calls.stock
+        self._api = server.calls.stock
         self._client = server.calls.client
         self._repository = repository
         self._slots = slots
@@ -84,7 +84,6 @@ class SnapshotStrategy(CacheStrategy):
         )
         self._placement = SlotPlacement(
             config=config,
-            api=api,
             probe=self.probe,
             transfers=self.transfers,
             slots=slots,
