@@ -291,10 +291,16 @@ class SnapshotState:
         self.sent, self.n_sent = sent, self.n_sent + 1
 
     def prompted(self, tokens: Tokens) -> None:
-        """Record whether a prompt continues the answer that was saved before it."""
-        if self.contents is not None and self.contents.answer_from is not None:
-            n_shared = common_prefix(self.contents.tokens, tokens)
-            self.answers.record(1, int(n_shared == len(self.contents.tokens)))
+        """Record whether a prompt continues the answer that was saved before it.
+
+        A prompt that asks for another answer, or has an earlier message edited, does not tell.
+        """
+        left = self.contents
+        if left is None or left.answer_from is None or not left.has_history_of(tokens):
+            return
+        if len(tokens) > left.answer_from:
+            n_shared = common_prefix(left.tokens, tokens)
+            self.answers.record(1, int(n_shared == len(left.tokens)))
 
     def drifted(self, drift: Mapping[str, Any]) -> None:
         """Record why the latest request does not continue the one before it."""

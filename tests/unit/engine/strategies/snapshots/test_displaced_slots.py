@@ -258,6 +258,18 @@ def test_answers_that_the_next_prompts_continue_are_saved_on_any_memory() -> Non
         one.snapshots.prompted(np.append(WITH_ANSWER, np.zeros(50, np.int32)))
 
 
+def test_prompts_that_repeat_or_edit_say_nothing_about_answers() -> None:
+    """After a regeneration, or an edit of an earlier message, slots are saved as before."""
+    repeated = WITH_ANSWER[:N_TOKENS]
+    edited = np.append(WITH_ANSWER[: N_TOKENS - 200], np.zeros(300, np.int32))
+    for prompt in (repeated, edited):
+        one = conversation("a", 0)
+        for _ in range(5):
+            one.snapshots.contents_changed(conversation("a", 0).snapshots.contents)
+            assert saved([one], behaviour=ServerBehaviour(is_dense=False)) == [0]
+            one.snapshots.prompted(prompt)
+
+
 def test_contents_that_have_changed_or_gain_nothing_are_not_saved() -> None:
     changed = conversation("a", 0)
     changed.snapshots.contents.tokens.resize(N_TOKENS + 1, refcheck=False)
