@@ -189,10 +189,10 @@ class FileServer(StockServer):
             self.n_restored += 1
             content = path.read_bytes()
             slot.tokens = np.frombuffer(content, "<i4", int.from_bytes(content[8:12], "little"), 12)
-        n = len(slot.tokens)
+        # The file may be deleted while llama-server reads it.
+        n, size = len(slot.tokens), path.stat().st_size
         seconds = n / SCALE.factor * DEFAULT_COSTS.row_bytes / DEFAULT_COSTS.disk
         await asyncio.sleep(seconds)
-        size = path.stat().st_size
         counts = {"n_saved": n, "n_written": size, "n_restored": n, "n_read": size}
         return counts | {"timings": {f"{action}_ms": seconds * 1000}}
 
