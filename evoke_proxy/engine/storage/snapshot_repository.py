@@ -339,7 +339,12 @@ class SnapshotRepository:
         self._mark(snapshot, suspect=False, used=used, hits=hits)
 
     def set_aside(self, snapshot: Snapshot, reason: str) -> None:
-        """Remove a snapshot from the index, and move its file to quarantine for inspection."""
+        """Remove a snapshot from the index, and move its file to quarantine for inspection.
+
+        Does nothing with one that was deleted since it was chosen.
+        """
+        if snapshot.id not in self._cache.items:
+            return
         _log.warning("snapshot %s was set aside: %s", snapshot.id, reason)
         self._metrics.snapshots_bad.labels(reason=reason).inc()
         self._remove(snapshot)

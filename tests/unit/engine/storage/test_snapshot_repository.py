@@ -73,6 +73,19 @@ def test_a_damaged_snapshot_is_quarantined_and_not_restored(tmp_path: Path, defe
         assert count == 1
 
 
+def test_a_snapshot_that_was_deleted_meanwhile_does_not_count_as_damaged(tmp_path: Path) -> None:
+    """A request has chosen it, and another one needs its room before its file is read."""
+    metrics = Metrics()
+    with open_repository(tmp_path, metrics) as repository:
+        new = add_snapshot(repository)
+        repository.delete(new, "bytes")
+        asyncio.run(repository.wait_for_deletions())
+        with pytest.raises(SnapshotUnusable) as caught:
+            asyncio.run(repository.verify(new))
+    labels = {"reason": caught.value.reason}
+    assert not metrics.registry.get_sample_value("evoke_snapshot_corrupt_total", labels)
+
+
 @pytest.mark.parametrize(
     ("n_bytes", "tokens", "reason"),
     [(-1, TOKENS, "size"), (0, TOKENS[::-1].copy(), "tokens"), (0, TOKENS[:-1] + 1, "tokens")],
