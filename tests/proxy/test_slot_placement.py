@@ -64,6 +64,19 @@ def _check_all_recovered(running: RunningProxy, client: ChatClient) -> None:
     assert running.metric("evoke_degraded_total", stage="seat") == 0
 
 
+def test_an_answer_that_the_client_has_changed_is_no_failed_plan() -> None:
+    """After the slot was given to another conversation, only llama-server notices it."""
+    with llama_server(server_binary(patched=True), "-np", "1", "--evoke-ram", "64") as port:
+        with proxy(port, policy__budget=BUDGET) as running:
+            clients = [ChatClient(running.port, name) for name in ("left", "right")]
+            for number in range(4):
+                for client in clients:
+                    turn = client.say(f"{client.session} {number}. {FILLER}")
+                    assert number == 0 or turn.accounting["recovered"] > 0
+                    client.messages[-1]["content"] = f"Changed, indeed, {number}."
+            assert running.metric("evoke_plan_failures_total", reason="stale_block") == 0
+
+
 def _post(port: int, path: str, **body: Any) -> Answer:
     return ask(port, "POST", path, json.dumps({"temperature": 0, **body}).encode(), JSON)
 

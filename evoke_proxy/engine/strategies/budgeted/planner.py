@@ -26,7 +26,7 @@ from evoke_proxy.core.prompt.transcript import messages_of
 from evoke_proxy.core.retrieval.query import query_of
 from evoke_proxy.core.session.accounting import forecast, usage_outcome
 from evoke_proxy.core.session.drift import drift_from
-from evoke_proxy.core.session.session import AppliedPlan, Session
+from evoke_proxy.core.session.session import GENERATED, AppliedPlan, Session
 from evoke_proxy.engine.embedding.block_vectors import BlockVectors, PreparedQuery, stacked
 from evoke_proxy.engine.gateway import RequestTrace
 from evoke_proxy.engine.meanwhile import Meanwhile
@@ -145,7 +145,9 @@ class Planner:
         A refused plan is made once more from a new rendering. A refusal to capture attention does
         not count as this second attempt: the plan is made again without the capture. Nor does one
         after lost blocks were decoded again, because saving them may have displaced other copies.
-        Raises PlanRefused after the second refusal, BudgetTooSmall and PinBudgetExceeded.
+        Nor does the copy of an answer that the client has changed since: only llama-server knows
+        its tokens, and the rendering stays valid. Raises PlanRefused after the second refusal,
+        BudgetTooSmall and PinBudgetExceeded.
         """
         n_refused = 0
         while True:
@@ -153,10 +155,15 @@ class Planner:
             try:
                 return await self._attempt(turn, scope)
             except PlanRefused as refused:
-                await self._learn(turn, refused)
-                counts = before.is_refill_tried == BudgetedTurn.of(scope.turn).is_refill_tried
-                counts &= not self._attention.note_refusal(turn.conversation, refused)
-                n_refused += counts
+                if _is_changed_answer(turn, refused):
+                    turn.conversation.session.failed({refused.name or ""})
+                    if turn.view.adoptable_end is None:
+                        continue  # the slot is still as it was rendered
+                else:
+                    await self._learn(turn, refused)
+                    counts = before.is_refill_tried == BudgetedTurn.of(scope.turn).is_refill_tried
+                    counts &= not self._attention.note_refusal(turn.conversation, refused)
+                    n_refused += counts
                 if n_refused > 1:
                     raise
             scope.trace.stage = "render"
@@ -442,6 +449,13 @@ class Planner:
         if refused.name is not None:
             missing |= {refused.name}
         conversation.session.failed(missing)
+
+
+def _is_changed_answer(turn: RenderedTurn, refused: PlanRefused) -> bool:
+    """Whether a plan was refused for a copy of an answer that has other tokens in the prompt."""
+    name = refused.name or ""
+    is_answer = name.endswith(GENERATED) and name in turn.conversation.labels
+    return is_answer and refused.type == "stale_block"
 
 
 def _quoting_evicted(turn: RenderedTurn, started: Turn) -> QuotedRequest | None:
