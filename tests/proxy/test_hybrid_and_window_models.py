@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from conversation import ChatClient, TurnResult
 from harness import ask, llama_server, proxy, server_binary
 
-from bench.random_models import SHAPES, ensure
+from bench.random_models import SHAPES, chat_template, ensure
 
 BUDGET, N_CELLS = 320, 4096
 SHAPE_NAMES = ("tiny-gemma", "tiny-jamba", "tiny-lfm2", "tiny-qwen2vl", "tiny-qwen35")
@@ -87,3 +88,35 @@ def test_holes_left_by_an_earlier_proxy_are_filled(port: int) -> None:
         assert turn.accounting["marker"] == "ok"
         assert turn.accounting["omitted"] == 0
         assert second.metric("evoke_degraded_total", stage="decide") == 0
+
+
+@pytest.mark.parametrize("n_answer", [40, 3])
+@pytest.mark.parametrize(
+    ("shape", "thinks"),
+    [("tiny-qwen35", False), ("tiny-gpt-oss", False), ("tiny-qwen35-thinks", True)],
+)
+def test_chats_that_share_slots_decode_only_new_text_with_a_template_that_thinks(
+    shape: str, thinks: bool, n_answer: int, tmp_path: Path
+) -> None:
+    """The prompt ends with the beginning of a thought, which the next prompt does not have."""
+    folder = str(tmp_path)
+    options = ("-np", "2", "-c", "2048", "--ctx-logical", "8192", "--evoke-ram", "64")
+    options += (
+        "--chat-template-file",
+        str(chat_template("Qwen3.5-4B")),
+        "--slot-save-path",
+        folder,
+    )
+    fields = {"max_tokens": n_answer, "chat_template_kwargs": {"enable_thinking": thinks}}
+    with llama_server(server_binary(patched=True), *options, model=ensure(SHAPES[shape])) as port:
+        with proxy(port, snapshots__directory=folder, snapshots__stall_share=1.0) as running:
+            clients = [ChatClient(running.port, str(n), fields) for n in range(3)]
+            for number in range(8):
+                for client in clients:
+                    turn = client.say(f"{client.session} says: {fact(number)}")
+                    running.wait_for_background()
+                    # The fact, the roles around it, and the beginning of the answer.
+                    assert number == 0 or turn.accounting["decoded"] < 200, number
+            assert turn.accounting["n_prompt"] > 1024, "the last turns are longer than their cells"
+            assert running.metric("evoke_snapshot_saves_total", result="emptied") == 0
+            assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0

@@ -51,6 +51,10 @@ class BudgetedState:
     capture_refused_by: str | None = None
     # The latest request and its reply, from which the next turn is predicted; None once it is used.
     sent: SentTurn | None = None
+    # Tokens that its slot begins with since they were decoded ahead of its next turn; None when
+    # nothing was decoded ahead. They may leave the latest prompt before its end, where it begins
+    # an answer in another way than later prompts have it.
+    ahead: Tokens | None = None
     # Whether no other conversation may begin with the rows in its slot, even if llama-server has
     # all of them: they were made under adapters of a request, or come from an earlier process or a
     # snapshot, which do not say what was visible when they were decoded.
@@ -78,13 +82,18 @@ class BudgetedState:
             n_restored=0,
             capture=None,
             sent=None,
+            ahead=None,
             is_unconfirmed=True,
             previous_slot=None,
         )
 
     def plan_ran(self, epoch: int) -> None:
         """Record a plan that has run, after which the slot has this epoch."""
-        self.epoch = epoch
+        self.epoch, self.ahead = epoch, None
+
+    def decoded_ahead(self, tokens: Tokens) -> None:
+        """Record that the slot begins with these tokens now, for the next turn."""
+        self.ahead = tokens
 
     def surplus_evicted(self, epoch: int, n_rows: int) -> None:
         """Record that rows beyond the budget were evicted after a turn, and the epoch after it."""
@@ -96,6 +105,7 @@ class BudgetedState:
         `is_whole`: other conversations may begin with it, too.
         """
         self.epoch, self.n_restored, self.is_private = epoch, n_tokens, not is_whole
+        self.ahead = None
 
     def adapters_used(self) -> None:
         """Record that rows are decoded under adapters that a request names."""
@@ -103,7 +113,7 @@ class BudgetedState:
 
     def slot_unknown(self) -> None:
         """Record that the contents of its slot are unknown."""
-        self.epoch = None
+        self.epoch = self.ahead = None
 
     def capture_started(self, capture: Capture | None) -> None:
         """Record what llama-server captures of the attention from now on; None for nothing."""
@@ -143,7 +153,7 @@ class BudgetedState:
 
     def rows_lost(self) -> None:
         """Record that none of the conversation's rows are in a slot."""
-        self.epoch, self.is_private = None, False
+        self.epoch, self.ahead, self.is_private = None, None, False
         self.n_resident = self.n_restored = 0
 
     def identified(self, epoch: int | None) -> None:

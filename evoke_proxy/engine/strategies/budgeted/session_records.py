@@ -28,7 +28,7 @@ from evoke_proxy.adapters.llama.block_api import (
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.adapters.snapshot_index import Record
 from evoke_proxy.core.model.blocks import Span
-from evoke_proxy.core.prompt.rendered import SlotView, Tokens
+from evoke_proxy.core.prompt.rendered import SlotView, Tokens, common_prefix
 from evoke_proxy.core.reply.answer import AnswerReader
 from evoke_proxy.core.retrieval.encoding import Vectors
 from evoke_proxy.core.retrieval.vectors import decode_vectors, encode_vectors
@@ -338,7 +338,8 @@ class SessionPersistence:
             return (await job.calls.blocks.render(RenderCall(sent.dialect, body))).tokens
 
         tokens = await next_turn_prefix(sent.body, sent.answer, render)
-        if tokens is not None and len(tokens) > len(conversation.session.tokens):
+        prompt = conversation.session.tokens
+        if tokens is not None and common_prefix(tokens, prompt) < len(tokens):
             await self.slot_snapshots.decode_ahead(job, tokens)
         if conversation.budgeted.sent is sent:  # not before: a request may have preempted it
             conversation.budgeted.take_sent()

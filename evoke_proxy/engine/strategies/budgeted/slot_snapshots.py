@@ -92,6 +92,7 @@ class SlotSnapshots:
                 return
             conversation.session.add_copies(accounting.new_copies)
             self._metrics.count_evictions("decode", len(accounting.auto_evicted))
+            conversation.budgeted.decoded_ahead(tokens[:end])
             conversation.budgeted.tokens_counted(accounting.n_resident)
 
     async def save(self, job: SlotJob) -> None:
@@ -110,7 +111,7 @@ class SlotSnapshots:
 
     async def _save(self, job: SlotJob) -> None:
         conversation, api = job.conversation, job.calls.stock
-        tokens = conversation.session.tokens
+        tokens = _known_in_slot(conversation)
         if len(tokens) <= self._probe.behaviour.window_tokens or has_media(tokens):
             return
         if self.saving.problem is not None:
@@ -140,7 +141,7 @@ class SlotSnapshots:
         """
         if self.saving.problem is not None:
             return False
-        tenant, tokens = conversation.tenant, conversation.session.tokens
+        tenant, tokens = conversation.tenant, _known_in_slot(conversation)
         own = [
             it
             for it in self.repository.snapshots
@@ -300,6 +301,12 @@ class SharedSlot:
     async def _view(self) -> SlotView:
         # Without a tenant no copies are listed.
         return SlotView.parse(await self._turn.calls.blocks.slot(self._turn.slot, "", LATEST))
+
+
+def _known_in_slot(conversation: Conversation) -> Tokens:
+    """The tokens that the slot of a conversation begins with; those of its answer may follow."""
+    ahead = conversation.budgeted.ahead
+    return ahead if ahead is not None else conversation.session.tokens
 
 
 def _begins(snapshot: Snapshot, tokens: Tokens) -> bool:
