@@ -111,7 +111,7 @@ class SlotSnapshots:
 
     async def _save(self, job: SlotJob) -> None:
         conversation, api = job.conversation, job.calls.stock
-        tokens = _known_in_slot(conversation)
+        tokens = _first_tokens_of_slot(conversation)
         if len(tokens) <= self._probe.behaviour.window_tokens or has_media(tokens):
             return
         if self.saving.problem is not None:
@@ -141,7 +141,7 @@ class SlotSnapshots:
         """
         if self.saving.problem is not None:
             return False
-        tenant, tokens = conversation.tenant, _known_in_slot(conversation)
+        tenant, tokens = conversation.tenant, _first_tokens_of_slot(conversation)
         own = [
             it
             for it in self.repository.snapshots
@@ -303,7 +303,7 @@ class SharedSlot:
         return SlotView.parse(await self._turn.calls.blocks.slot(self._turn.slot, "", LATEST))
 
 
-def _known_in_slot(conversation: Conversation) -> Tokens:
+def _first_tokens_of_slot(conversation: Conversation) -> Tokens:
     """The tokens that the slot of a conversation begins with; those of its answer may follow."""
     ahead = conversation.budgeted.ahead
     return ahead if ahead is not None else conversation.session.tokens

@@ -33,7 +33,7 @@ def _count_saves(
     requested, or before that with `begins`."""
     conversation: Any = SimpleNamespace(tenant="t", id="b", has_moved=elsewhere)
     conversation.session = SimpleNamespace(tokens=PROMPT)
-    conversation.budgeted = SimpleNamespace(is_private=False)
+    conversation.budgeted = SimpleNamespace(is_private=False, ahead=None)
     conversations, saved = {"b": conversation}, []
 
     async def fingerprint() -> str:
