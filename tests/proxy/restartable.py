@@ -29,12 +29,14 @@ class Deployment:
     Attributes:
         folder: The directory of their files.
         shape: The shape of a random model; the bundled model if empty.
+        options: Further options of llama-server.
         port: The port of llama-server, the same after each restart.
         running: The running proxy.
     """
 
     folder: Path
     shape: str = ""
+    options: tuple[str, ...] = ()
     _server: ExitStack = field(default_factory=ExitStack)
     _proxy: ExitStack = field(default_factory=ExitStack)
     port: int = 0
@@ -51,7 +53,7 @@ class Deployment:
                 os.kill(process_on(self.port), signal.SIGKILL)
             self._server.close()
             options = ["-np", "1", "--evoke-ram", "64", "--evoke-disk", str(self.folder / "blocks")]
-            options += ["--slot-save-path", str(self.folder / "index")]
+            options += ["--slot-save-path", str(self.folder / "index"), *self.options]
             model = ensure(SHAPES[self.shape]) if self.shape else None
             binary = server_binary(patched=True)
             server = llama_server(binary, *options, port=self.port, model=model)
@@ -79,10 +81,12 @@ def wait_for_background(*deployments: Deployment) -> None:
 
 
 @contextmanager
-def deployment(folder: Path, shape: str = "") -> Iterator[Deployment]:
+def deployment(
+    folder: Path, shape: str = "", options: tuple[str, ...] = ()
+) -> Iterator[Deployment]:
     """Start a deployment, and close it at the end of the block."""
     (folder / "index").mkdir(parents=True)
-    started = Deployment(folder, shape)
+    started = Deployment(folder, shape, options)
     try:
         started.start("both")
         yield started

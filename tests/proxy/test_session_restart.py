@@ -18,6 +18,8 @@ from restartable import (
     wait_for_background,
 )
 
+from bench.random_models import chat_template
+
 HYBRID = "tiny-jamba"
 # After a restart rows may be in other cells, so that sums are rounded differently, depending on the
 # CPU. Where two tokens are almost equally likely, a grammar forces the answer, so that both
@@ -188,3 +190,22 @@ def test_a_slot_is_restored_from_its_file_when_copies_do_not_suffice(
         assert restarted.running.metric("evoke_snapshot_restores_total", result="useful") == 2
         for name in ("evoke_degraded_total", "evoke_budget_breach_total"):
             assert not restarted.running.metric(name)
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen35", "tiny-gpt-oss"])
+@pytest.mark.parametrize("event", ["server", "proxy", "both"])
+def test_after_a_restart_only_new_text_is_decoded_with_a_template_that_thinks(
+    shape: str, event: str, tmp_path: Path
+) -> None:
+    """The slot is saved after its next turn was decoded ahead, where that leaves the prompt."""
+    template = ("--chat-template-file", str(chat_template("Qwen3.5-4B")))
+    fields = {"max_tokens": 24, "chat_template_kwargs": {"enable_thinking": False}}
+    with deployment(tmp_path, shape, template) as restarted:
+        client = ChatClient(0, "chat", fields)
+        for text in TURNS:
+            assert restarted.running is not None
+            turn(client, restarted.running.port, text)
+        restarted.start(event)
+        after = turn(client, restarted.running.port, "And now?")
+        assert after["n_prompt"] > 2 * BUDGET and after["decoded"] < 64
+        assert sum(after[kind] for kind in KINDS) == after["n_prompt"]
