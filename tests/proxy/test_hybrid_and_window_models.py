@@ -12,6 +12,7 @@ from harness import ask, llama_server, proxy, server_binary
 
 from bench.random_models import SHAPES, chat_template, ensure
 
+JSON = {"Content-Type": "application/json"}
 BUDGET, N_CELLS = 320, 4096
 SHAPE_NAMES = ("tiny-gemma", "tiny-jamba", "tiny-lfm2", "tiny-qwen2vl", "tiny-qwen35")
 KINDS = ("resident_before", "recovered", "decoded", "omitted")
@@ -119,4 +120,32 @@ def test_chats_that_share_slots_decode_only_new_text_with_a_template_that_thinks
                     assert number == 0 or turn.accounting["decoded"] < 200, number
             assert turn.accounting["n_prompt"] > 1024, "the last turns are longer than their cells"
             assert running.metric("evoke_snapshot_saves_total", result="emptied") == 0
+            assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0
+
+
+@pytest.mark.parametrize("shape", ["tiny-lfm2", "tiny-gemma"])
+def test_responses_that_share_slots_decode_only_new_text(shape: str, tmp_path: Path) -> None:
+    """As chats: the next turn is decoded ahead, in the form that the client sends it back."""
+    folder = str(tmp_path)
+    options = ("-np", "2", "-c", "2048", "--ctx-logical", "8192", "--evoke-ram", "64")
+    options += ("--slot-save-path", folder)
+    with llama_server(server_binary(patched=True), *options, model=ensure(SHAPES[shape])) as port:
+        with proxy(port, snapshots__directory=folder, snapshots__stall_share=1.0) as running:
+            inputs: list[list[object]] = [[], [], []]
+            for number in range(7):
+                for who, items in enumerate(inputs):
+                    text = {"type": "input_text", "text": f"{who} says: {fact(number)}"}
+                    items.append({"type": "message", "role": "user", "content": [text]})
+                    body = {"input": items, "max_output_tokens": 30, "instructions": f"I am {who}."}
+                    sent = json.dumps(body).encode()
+                    headers = JSON | {"X-Evoke-Session": str(who)}
+                    before = running.metric("evoke_tokens_total", kind="decoded")
+                    answer = ask(running.port, "POST", "/v1/responses", sent, headers)
+                    assert answer.status == 200, answer.body
+                    running.wait_for_background()
+                    reply = json.loads(answer.body)
+                    items += reply["output"]
+                    n_decoded = running.metric("evoke_tokens_total", kind="decoded") - before
+                    assert number == 0 or n_decoded < 200, number
+            assert reply["usage"]["input_tokens"] > 768
             assert running.metric("evoke_snapshot_restores_total", result="wasted") == 0

@@ -5,13 +5,19 @@ A large body is processed in a thread, and in pieces between which other threads
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import orjson
 
+from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
 from evoke_proxy.core.request.json_edit import edit_top_level
-from evoke_proxy.core.request.json_parsing import count_byte, parse_in_pieces, parsed_json
+from evoke_proxy.core.request.json_parsing import (
+    count_byte,
+    parse_in_pieces,
+    parsed_json,
+    write_in_pieces,
+)
 from evoke_proxy.core.request.large_json import CutText, MarkerInText, cut_long_strings
 from evoke_proxy.errors import RequestError
 from evoke_proxy.thread_pools import for_body, run_in
@@ -23,6 +29,8 @@ T = TypeVar("T")
 LARGE_BYTES = 256 * 1024
 LARGE_BRACKETS = 2048
 LARGE_COMMAS = 16384
+# Converters of other dialects to chats.
+_AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
 # A text of more bytes is parsed in pieces: a parser holds the interpreter's lock until its end.
 _PARSED_AT_ONCE_BYTES = 256 * 1024
 
@@ -57,6 +65,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
         return _parse(cut_long_strings(body))
     except MarkerInText:
         return _parse(CutText(body, body))
+
+
+async def chat_body(body: bytes, dialect: str) -> bytes:
+    """Convert the body of another dialect to that of a chat, in a thread.
+
+    A body that is parsed in a few milliseconds may take 50 to convert. Raises KeyError for a
+    dialect that is not converted.
+    """
+    return await run_in(for_body(len(body)), _chat_body, body, _AS_CHAT[dialect])
+
+
+def _chat_body(body: bytes, convert: Callable[[Mapping[str, Any]], dict[str, Any]]) -> bytes:
+    return write_in_pieces(convert(parse_object(body)), orjson.dumps)
 
 
 def _parse(cut: CutText) -> dict[str, Any]:

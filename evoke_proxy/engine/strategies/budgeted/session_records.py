@@ -36,6 +36,7 @@ from evoke_proxy.core.servers.server_info import UNKNOWN_SERVER, ServerInfo
 from evoke_proxy.core.session.codec import SessionRecord, decode, encode, with_operator_overrides
 from evoke_proxy.core.snapshots.snapshots import Match
 from evoke_proxy.engine.embedding.service import EmbeddingService
+from evoke_proxy.engine.parsing.body_parsing import chat_body
 from evoke_proxy.engine.server.conversation_states import SentTurn
 from evoke_proxy.engine.server.conversations import Conversation, Conversations
 from evoke_proxy.engine.server.strategy import StrategyProblem
@@ -312,12 +313,11 @@ class SessionPersistence:
     def request_to_remember(self, dialect: str, body: bytes) -> SentTurn | None:
         """Return a request whose answer `decode_next_turn` needs; None when it needs none.
 
-        It needs none if copies have all of a slot's state, and for dialects other than chat and
-        messages.
+        It needs none if copies have all of a slot's state, and for raw completions.
         """
         if self._records is None or not self._server.needs_full_state:
             return None
-        if dialect not in ("chat", "messages"):
+        if dialect not in ("chat", "messages", "responses"):
             return None
         return SentTurn(dialect, body, AnswerReader())
 
@@ -334,11 +334,17 @@ class SessionPersistence:
         if sent is None or self.slot_snapshots is None or conversation.budgeted.epoch is None:
             return
 
-        async def render(body: bytes) -> Tokens:
-            return (await job.calls.blocks.render(RenderCall(sent.dialect, body))).tokens
+        body, dialect = sent.body, sent.dialect
+        if dialect == "responses":
+            body, dialect = await chat_body(body, dialect), "chat"
 
-        tokens = await next_turn_prefix(sent.body, sent.answer, render)
+        async def render(body: bytes) -> Tokens:
+            return (await job.calls.blocks.render(RenderCall(dialect, body))).tokens
+
         prompt = conversation.session.tokens
+        if dialect != sent.dialect and not np.array_equal(await render(body), prompt):
+            return  # llama-server renders the request otherwise
+        tokens = await next_turn_prefix(body, sent.answer, render)
         if tokens is not None and common_prefix(tokens, prompt) < len(tokens):
             await self.slot_snapshots.decode_ahead(job, tokens)
         if conversation.budgeted.sent is sent:  # not before: a request may have preempted it

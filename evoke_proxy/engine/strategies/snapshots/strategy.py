@@ -11,14 +11,12 @@ import orjson
 from evoke_proxy.adapters.llama.calls import ServerCalls
 from evoke_proxy.config import Config, SnapshotsConfig
 from evoke_proxy.core.prompt.rendered import Rendered, common_prefix
-from evoke_proxy.core.request.converters import anthropic_to_chat, responses_to_chat
-from evoke_proxy.core.request.json_parsing import write_in_pieces
 from evoke_proxy.core.request.look_ahead import boundary, snapshot_obstacle
 from evoke_proxy.core.servers.server_info import ServerInfo
 from evoke_proxy.core.session.drift import Drift, drift, opening
 from evoke_proxy.core.snapshots.slot_contents import SentRequest
 from evoke_proxy.engine.gateway import ForwardedBody, Outcome
-from evoke_proxy.engine.parsing.body_parsing import parse_object, run_off_loop
+from evoke_proxy.engine.parsing.body_parsing import chat_body, parse_object, run_off_loop
 from evoke_proxy.engine.parsing.request import ParsedChat
 from evoke_proxy.engine.server.background import BackgroundTasks
 from evoke_proxy.engine.server.conversations import Arrival, Conversation
@@ -35,11 +33,9 @@ from evoke_proxy.engine.strategies.snapshots.slot_placement import SlotPlacement
 from evoke_proxy.engine.strategies.snapshots.transfers import SnapshotTransfers
 from evoke_proxy.engine.strategies.snapshots.unverified_slots import UnverifiedSlots
 from evoke_proxy.errors import CapacityError, EvokeError, PromptTooLong, RequestError
-from evoke_proxy.thread_pools import for_body, run_in
 
 _log = logging.getLogger(__name__)
-# Converters of other dialects to chats, and the paths where llama-server counts their tokens.
-_AS_CHAT = {"messages": anthropic_to_chat, "responses": responses_to_chat}
+# The paths where llama-server counts the tokens of other dialects than that of chats.
 _COUNT_PATHS = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
 
 
@@ -310,8 +306,7 @@ class SnapshotStrategy(CacheStrategy):
         count_path = _COUNT_PATHS.get(chat.dialect)
         calls.stock.check_size(body)
         if count_path is not None:
-            # A body that is parsed in a few milliseconds may take 50 to convert.
-            body = await run_in(for_body(len(body)), _chat_body, body, chat.dialect)
+            body = await chat_body(body, chat.dialect)
         n_stable = 0
         if self.probe.stability(chat.has_tools).boundary:
             past = await run_off_loop(body, boundary, body)
@@ -415,8 +410,3 @@ def _opening(body: bytes) -> bytes:
 def _drift(before: bytes, now: bytes) -> Drift:
     """Why a chat body does not continue an earlier one."""
     return drift(parse_object(before), parse_object(now)) or Drift("template")
-
-
-def _chat_body(body: bytes, dialect: str) -> bytes:
-    """Convert the body of another dialect to that of a chat."""
-    return write_in_pieces(_AS_CHAT[dialect](parse_object(body)), orjson.dumps)
