@@ -16,7 +16,7 @@ namespace {
 constexpr size_t MAX_EDGES      = 64; // of a request
 constexpr size_t MAX_SENT_EDGES = 8;  // of a reply
 constexpr size_t MAX_PIECE      = 64; // bytes of a token that are written to the text at once
-constexpr size_t MAX_COMPARED   = 1 << 28; // characters that the searches of one prompt compare at most: a third of a second
+constexpr size_t MAX_COMPARED   = 1 << 28; // characters that one text_search compares at most: a third of a second
 constexpr size_t SKIPPED        = 32; // characters that a search skips in the time of one comparison
 
 // Finds texts in the text of a prompt. A text that the template has changed is not in it, and the search reads the rest of
