@@ -15,12 +15,19 @@ from evoke_proxy.core.request.json_parsing import parsed_json
 from evoke_proxy.core.request.large_json import TruncatedString
 from evoke_proxy.errors import RequestError
 
-# One group for each kind. Characters beyond ASCII count as letters: of which kind they are depends
-# on the expression of the vocabulary.
-_RUN: Final = re.compile(
-    r"([A-Za-z\x80-\U0010ffff]+)|([0-9]+)|([\t-\r ]+)|([^A-Za-z0-9\x80-\U0010ffff\t-\r ]+)"
+# What one match can take, by its name in messages. Marks count as letters and as other characters,
+# because expressions differ. `re` does not know marks: beyond ASCII all but white space and usual
+# punctuation counts as letters, and each word character as a digit.
+_PUNCTUATION: Final = (
+    r"\u2000-\u206f\u3000-\u3004\u3008-\u3020\u3030\u303d-\u303f"
+    r"\uff00-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65"
 )
-_KINDS: Final = ("letters", "digits", "white-space characters", "other characters")
+_KINDS: Final = {
+    "letters": re.compile(rf"[^\x00-@\[-`{{-\x7f\s{_PUNCTUATION}]+"),
+    "digits": re.compile(r"[^\x00-/:-\x7f\W]+"),
+    "white-space characters": re.compile(r"\s+"),
+    "other characters": re.compile(r"(?:[^\w\s]|_)+"),
+}
 # A member with JSON in a string, which llama-server parses before the template prints its values.
 _NESTED: Final = "arguments"
 # Where a part of a message has an image or a sound, which is not split into tokens.
@@ -87,11 +94,16 @@ def _kind_of_run(text: str, most: int) -> str:
     """
     step = max(1, most // 2)
     for at in range(0, len(text), step):
-        after = _RUN.match(text, at, at + most + 1)
-        if after is None or after.end() - at < step:
-            continue
-        before = _RUN.match(text[max(0, at - most) : at][::-1])
-        n_before = before.end() if before and before.lastindex == after.lastindex else 0
-        if n_before + after.end() - at > most:
-            return _KINDS[(after.lastindex or 1) - 1]
+        for kind, pattern in _KINDS.items():
+            n_after = _length(pattern, text[at : at + most + 1])
+            if n_after < step:
+                continue
+            if n_after + _length(pattern, text[max(0, at - most) : at][::-1]) > most:
+                return kind
     return ""
+
+
+def _length(pattern: re.Pattern[str], text: str) -> int:
+    """Return how many characters at the beginning of a text match."""
+    found = pattern.match(text)
+    return found.end() if found is not None else 0

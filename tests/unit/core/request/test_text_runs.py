@@ -27,7 +27,9 @@ def body_with(content: Any) -> dict[str, Any]:
     [
         *(("a", ". ", "letters"), ("é", ". ", "letters"), ("字", "1.", "letters")),
         *(("7", "a-", "digits"), ("-", "b ", "other"), ("_", "1 ", "other")),
-        *((" ", "b.", "white-space"), ("\n", "b-", "white-space")),
+        *((" ", "b.", "white-space"), ("\n", "b-", "white-space"), ("\u3000", "b-", "white-space")),
+        *(("ก", ". ", "letters"), ("\u0e31", "1 ", "letters"), ("。", "字1", "other")),
+        *(("Ａ", "。 ", "letters"), ("々", "。 ", "letters"), ("１", "。 ", "letters")),
     ],
 )
 def test_a_longer_run_is_found_anywhere_and_a_shorter_one_is_allowed(
@@ -68,5 +70,6 @@ def test_code_base64_and_images_pass() -> None:
     ]
     check_runs(body_with("".join(draw(letters, k=100_000))), MOST)
     check_runs(body_with("f(a,b);g[0]=1;" * 5_000), MOST)
+    check_runs(body_with("这是一个没有空格的句子，它很长。" * 5_000), MOST)
     check_runs(body_with(image), MOST)
     check_runs({"messages": [body_with("a" * 99)["messages"][0]] * 3}, MOST)
