@@ -25,10 +25,10 @@ def body_with(content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("one", "other", "kind"),
     [
-        *(("a", ". ", "letters"), ("é", ". ", "letters"), ("字", "1.", "letters")),
+        *(("a", ". ", "letters"), ("é", ". ", "letters"), ("字", ". ", "letters")),
         *(("7", "a-", "digits"), ("-", "b ", "other"), ("_", "1 ", "other")),
         *((" ", "b.", "white-space"), ("\n", "b-", "white-space"), ("\u3000", "b-", "white-space")),
-        *(("ก", ". ", "letters"), ("\u0e31", "1 ", "letters"), ("。", "字1", "other")),
+        *(("ก", ". ", "letters"), ("\u0e31", "1 ", "letters"), ("。", "字 ", "other")),
         *(("Ａ", "。 ", "letters"), ("々", "。 ", "letters"), ("１", "。 ", "letters")),
     ],
 )
