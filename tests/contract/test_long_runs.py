@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import http.client
 import random
+import resource
 import string
+from collections.abc import Iterator
 
 import pytest
 from llama import Llama, running
@@ -28,6 +30,22 @@ RUNS = {
     "both kinds of letters": "aA" * (LENGTH // 2),
     "no break": "a1+/" * (LENGTH // 4),
 }
+
+
+STACK = 8 << 20
+
+
+@pytest.fixture(autouse=True)
+def usual_stack() -> Iterator[None]:
+    """Start servers with the usual stack, whatever this process has, and without core files."""
+    before = {
+        what: resource.getrlimit(what) for what in (resource.RLIMIT_STACK, resource.RLIMIT_CORE)
+    }
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK, before[resource.RLIMIT_STACK][1]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, before[resource.RLIMIT_CORE][1]))
+    yield
+    for what, limits in before.items():
+        resource.setrlimit(what, limits)
 
 
 def options(expression: str) -> tuple[str, ...]:

@@ -41,6 +41,12 @@ def test_a_longer_run_is_found_anywhere_and_a_shorter_one_is_allowed(
         check_runs(body_with(text + one * (MOST + 1) + other * 40), MOST)
 
 
+def test_a_run_of_any_character_is_found() -> None:
+    for code in (*range(0xD800), *range(0xE000, 0x30000)):
+        with pytest.raises(RequestError):
+            check_runs(body_with(chr(code) * 11), 10)
+
+
 @pytest.mark.parametrize(
     "body",
     [
